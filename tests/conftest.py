@@ -38,7 +38,7 @@ LONG_FILES = (
 )  # fmt: skip
 
 TESTS_OF_PROOFS = (
-    "test_all_families", "test_families", "test_gated_norms", "test_mlps", "test_norms",
+    "test_all_families", "test_families", "test_mlps", "test_norms",
     "test_patcher", "test_stacked_experts",
 )  # fmt: skip
 

@@ -4,17 +4,16 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from commands import call, end_of
 
+import liger_trainer
 from liger_trainer.cli import app as cli
 from liger_trainer.cli import run
 from liger_trainer.config.catalogue import built_in_configs
 from liger_trainer.errors import DataError, LigerTrainerError
-
-
-def end_of(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(list(arguments))
-    return int(stopped.value.code or 0)
+from liger_trainer.kernels.divergence_kinds import REMOVED as REMOVED_KINDS
+from liger_trainer.kernels.divergence_kinds import divergence_weights
+from liger_trainer.losses.plan import listed_terms
 
 
 @pytest.fixture
@@ -33,8 +32,7 @@ def recipe(monkeypatch):
 
 
 def test_ls_names_and_describes_the_built_in_configurations(capsys):
-    assert end_of("ls") == 0
-    head, *printed = capsys.readouterr().out.splitlines()
+    head, *printed = call(capsys, "ls")[1].splitlines()
     assert head.split() == "configuration what it does needs".split()
     assert sorted(line.split()[0] for line in printed) == list(built_in_configs())
     assert {"smollm2/sft_lora", "smollm2/distill_pruned", "qwen3/sft_full_0.6b"} <= set(built_in_configs())
@@ -42,15 +40,11 @@ def test_ls_names_and_describes_the_built_in_configurations(capsys):
 
 
 def test_settings_reach_the_recipe_in_every_form(recipe):
-    words = (
-        "max_steps=3 --learning_rate 2e-4 --run-name=a=b --packing --lora_target_modules q_proj v_proj use_peft=true"
-    )
-    assert end_of("run", "smollm2/sft_full", *words.split(), "--logging_steps", "1") == 0
-    config = recipe.config
-    assert config.recipe == "sft"
-    assert (config["max_steps"], config["learning_rate"], config["run_name"]) == (3, 2e-4, "a=b")
-    assert config["packing"] is True and config["lora_target_modules"] == ["q_proj", "v_proj"]
-    assert config["logging_steps"] == 1
+    words = "max_steps=3 --learning_rate 2e-4 --run-name=a=b --packing --lora_target_modules q_proj v_proj"
+    assert end_of("run", "smollm2/sft_full", *words.split(), "use_peft=true", "--logging_steps", "1") == 0
+    want = {"max_steps": 3, "learning_rate": 2e-4, "run_name": "a=b", "packing": True, "logging_steps": 1,
+            "lora_target_modules": ["q_proj", "v_proj"]}  # fmt: skip
+    assert recipe.config.recipe == "sft" and {key: recipe.config[key] for key in want} == want
     assert end_of("run", "smollm2/distill_lora") == 0
     assert recipe.config.recipe == "distill"
 
@@ -62,12 +56,13 @@ def test_settings_reach_the_recipe_in_every_form(recipe):
         (DataError("no rows"), 4, "liger-trainer: no rows\n"),
         (LigerTrainerError("disk full"), 1, "liger-trainer: disk full\n"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (ZeroDivisionError("ours"), 1, "ZeroDivisionError: ours"),  # a defect of ours keeps its stack trace
     ],
 )
 def test_exit_codes(recipe, capsys, end, code, message):
     recipe.end = end
-    assert end_of("run", "smollm2/sft_full") == code
-    assert message in capsys.readouterr().err
+    found, _, err = call(capsys, "run", "smollm2/sft_full")
+    assert found == code and message in err and ("Traceback" in err) == isinstance(end, ZeroDivisionError)
 
 
 @pytest.mark.parametrize(
@@ -77,16 +72,35 @@ def test_exit_codes(recipe, capsys, end, code, message):
         (["run", "smollm2/sft_full", "max_steps"], "expected key=value, --key value or ~key, got 'max_steps'"),
         (["run", "smollm2/sft_full", "--max_stepz", "3"], "max_stepz: unknown key. Did you mean max_steps?"),
         (["run"], "Missing argument"),
+        *(([command, "anything"], instead) for command, instead in cli.REMOVED.items()),
     ],
 )
 def test_misuse_is_exit_code_2_without_a_stack_trace(capsys, arguments, message):
-    assert end_of(*arguments) == 2
-    printed = capsys.readouterr().err
-    assert message in printed and "Traceback" not in printed
+    code, _, err = call(capsys, *arguments)
+    assert code == 2 and message in err and "Traceback" not in err
 
 
-def test_a_defect_of_ours_keeps_its_stack_trace(recipe, capsys):
-    recipe.end = ZeroDivisionError("ours")
-    assert end_of("run", "smollm2/sft_full") == 1
-    printed = capsys.readouterr().err
-    assert "Traceback" in printed and "ZeroDivisionError: ours" in printed
+@pytest.mark.parametrize("name", liger_trainer._REMOVED)
+def test_a_removed_name_says_what_to_call_instead(name):
+    with pytest.raises(AttributeError, match=f"{name} was removed: "):
+        getattr(liger_trainer, name)
+
+
+@pytest.mark.parametrize("kind", REMOVED_KINDS)
+@pytest.mark.parametrize(
+    "read", [lambda kind: listed_terms([{"type": kind}]), lambda kind: divergence_weights(kind, 0.5)]
+)
+def test_a_removed_loss_says_what_to_use_instead(kind, read):
+    with pytest.raises(ValueError, match=f"{kind} was removed: {REMOVED_KINDS[kind]}"):
+        read(kind)
+
+
+@pytest.mark.parametrize("word", ["--version", "-V"])
+def test_version(word, capsys):
+    assert call(capsys, word)[:2] == (0, f"liger-trainer {liger_trainer.__version__}\n")
+
+
+@pytest.mark.parametrize("words", [["-h"], ["run", "-h"], ["cache", "info", "-h"]])
+def test_short_help(words, capsys):
+    code, out, _ = call(capsys, *words)
+    assert code == 0 and "Usage:" in out

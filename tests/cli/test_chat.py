@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from commands import call, save_models
+from commands import call, done, save_models
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -69,8 +69,7 @@ def test_answers_are_the_models_and_the_chat_remembers(talk, folder):
     student = load(folder / "out")
     first = greedy(student, ("user", FIRST))
     history = ("user", FIRST), ("assistant", first), ("user", SECOND)
-    code, out, err = talk(FIRST, SECOND, "/retry", "/clear", FIRST)
-    assert code == 0, err
+    out, _ = done(talk(FIRST, SECOND, "/retry", "/clear", FIRST))
     second = greedy(student, *history)
     assert [line.strip() for line in out] == [first, second, second, first]
     assert second != greedy(student, ("user", SECOND))  # the history was read
@@ -80,8 +79,7 @@ def test_the_teacher_answers_beside_the_student(talk, folder):
     first = greedy(load(folder / "out"), ("user", FIRST))
     both = [f"student: {first}", f"teacher: {greedy(load(folder / 'teacher'), ('user', FIRST))}"]
     assert both[0].partition(" ")[2] != both[1].partition(" ")[2]
-    code, out, _ = talk("!teacher", FIRST, "/teacher", "/clear", FIRST, "/exit", SECOND)
-    assert code == 0
+    out, _ = done(talk("!teacher", FIRST, "/teacher", "/clear", FIRST, "/exit", SECOND))
     assert [line.strip() for line in out] == [
         "The teacher answers too.", *both, "The teacher answers no longer.", first,
     ]  # fmt: skip
@@ -90,8 +88,7 @@ def test_the_teacher_answers_beside_the_student(talk, folder):
 
 def test_adapters_and_the_base_that_taught_them(talk, folder):
     base = load(folder / "base")
-    code, out, err = talk(FIRST, of="adapter", options=("--temperature", "0", "--teacher"))
-    assert code == 0, err
+    out, _ = done(talk(FIRST, of="adapter", options=("--temperature", "0", "--teacher")))
     teacher = greedy(base, ("user", FIRST))
     student = greedy(PeftModel.from_pretrained(base, str(folder / "adapter")).eval(), ("user", FIRST))
     assert [line.strip() for line in out] == [f"student: {student}", f"teacher: {teacher}"] and student != teacher
@@ -101,15 +98,15 @@ def test_settings(talk, folder):
     student = load(folder / "out")
     system = greedy(student, ("system", WORDS[9]), ("user", FIRST))
     assert system != greedy(student, ("user", FIRST))
-    code, out, _ = talk(f"/system {WORDS[9]}", FIRST, "/set max_new_tokens=2", "/retry")
-    assert code == 0 and out[0].strip() == system and out[1].split() == system.split()[:2]
+    out, _ = done(talk(f"/system {WORDS[9]}", FIRST, "/set max_new_tokens=2", "/retry"))
+    assert out[0].strip() == system and out[1].split() == system.split()[:2]
     sampled = [talk(FIRST, options=("--temperature", "5", "--seed", seed))[1] for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
 
 
 def test_save_and_status(talk, folder, tmp_path):
-    code, out, _ = talk("/status", FIRST, f"/save {tmp_path / 'a.json'}", "/help")
-    assert code == 0 and "parameters, torch.float32 on cpu" in out[0] and "/retry" in "".join(out)
+    out, _ = done(talk("/status", FIRST, f"/save {tmp_path / 'a.json'}", "/help"))
+    assert "parameters, torch.float32 on cpu" in out[0] and "/retry" in "".join(out)
     saved = json.loads((tmp_path / "a.json").read_text())
     assert [m["role"] for m in saved["messages"]] == ["user", "assistant"] and saved["messages"][0]["content"] == FIRST
     assert saved["settings"] == {"max_new_tokens": LIMIT, "temperature": 0.0}
@@ -146,8 +143,8 @@ def test_on_a_terminal_a_mistake_is_told_and_the_chat_goes_on(folder, monkeypatc
     monkeypatch.chdir(folder)
     monkeypatch.setattr("builtins.input", answer)
     monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
-    code, out, err = call(capsys, "chat", "out", "--max-new-tokens", LIMIT, "--temperature", "0", "--device", "cpu")
-    assert code == 0 and "/sett is no command" in err
+    out, err = done(call(capsys, "chat", "out", "--max-new-tokens", LIMIT, "--temperature", "0", "--device", "cpu"))
+    assert "/sett is no command" in err
     assert "/help lists the commands." in out and greedy(load(folder / "out"), ("user", FIRST)) in out
     assert "tokens/s)" in out
 

@@ -1,5 +1,6 @@
 """Commands that start nothing: they answer without torch; and what `run` hands to a launcher."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import commands
 import pytest
 
 import liger_trainer
@@ -43,14 +45,7 @@ deepspeed: missing.json
 def call(tmp_path, monkeypatch, capsys):
     """The command line in an empty folder: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
-
-    def run_main(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(list(arguments))
-        printed = capsys.readouterr()
-        return int(stopped.value.code or 0), printed.out, printed.err
-
-    return run_main
+    return lambda *words: commands.call(capsys, *words)
 
 
 @pytest.mark.skipif(not shipped_schema().is_of_installed(), reason="the keys of other releases come from their classes")
@@ -69,20 +64,15 @@ heavy = {"torch", "transformers", "trl", "datasets", "peft", "accelerate"} & set
 assert not heavy, heavy
 """
     name = "smollm2/distill_lora"
-    commands = [
+    every = [
         ["--help"], ["run", "--help"], ["ls"], ["ls", "sft", "--json"], ["cat", name], ["cp", name, "my.yaml"],
         ["validate", name, "max_steps=3"], ["validate", "wrong.yaml"], ["config", name, "--diff"], ["config", name],
         ["schema"], ["convert", "my.yaml", "--from", "trl"], ["resume", "nowhere"], ["--version"],
         ["new", "n.yaml", "--purpose", "sft", "--model", "m", "--method", "full", "--data", "d"],
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(Path(liger_trainer.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(commands)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    words = [sys.executable, "-c", script, json.dumps(every)]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ends = [line.rpartition(" ")[2] for line in done.stdout.splitlines() if line.startswith("exit ")]
     assert ends == ["0"] * 7 + ["2"] + ["0"] * 4 + ["2"] + ["0"] * 2, done.stderr
@@ -163,11 +153,8 @@ def test_cat_and_cp(call, tmp_path):
 
 
 def test_config_says_where_each_value_comes_from_and_is_a_configuration_again(call, tmp_path):
-    text = (
-        NEEDED
-        + 'learning_rate: 2e-5\nmax_steps: 4\nenv: {HF_A_TOKEN: x, WANDB_SHOWN: y}\nhub_token: secret\nrun_name: "no"\n'
-    )
-    (tmp_path / "my.yaml").write_text(text)
+    secrets = "env: {HF_A_TOKEN: x, WANDB_SHOWN: y}\nhub_token: secret\n"
+    (tmp_path / "my.yaml").write_text(f'{NEEDED}learning_rate: 2e-5\nmax_steps: 4\n{secrets}run_name: "no"\n')
     code, out, _ = call("config", "my.yaml", "seed=7", "--logging_steps", "2", "~max_steps")
     places = dict(line.rsplit("  # ", 1) for line in out.splitlines())
     places = {line.removeprefix("# ").partition(":")[0]: place for line, place in places.items()}
@@ -175,10 +162,8 @@ def test_config_says_where_each_value_comes_from_and_is_a_configuration_again(ca
     assert (places["learning_rate"], places["seed"], places["logging_steps"]) == ("my.yaml:3", *["command line"] * 2)
     assert (places["max_steps"], places["output_dir"]) == ("default", "recipe default")
     assert places["bf16"] == "default: whether the GPU has it" and "secret" not in out and "HF_A_TOKEN" not in out
-    again, first = (
-        check_text(out, "again.yaml"),
-        load_run_config("my.yaml", ["seed=7", "logging_steps=2", "~max_steps"]),
-    )
+    again = check_text(out, "again.yaml")
+    first = load_run_config("my.yaml", ["seed=7", "logging_steps=2", "~max_steps"])
     hidden = ("hub_token", "env")
     assert {**again.values, **dict.fromkeys(hidden)} == {**first.values, **dict.fromkeys(hidden)}
 
@@ -201,27 +186,25 @@ def test_env_names_versions_and_what_is_missing(call, monkeypatch):
 @pytest.fixture
 def launched(monkeypatch):
     """The command of the launcher that would be started, or the recipe that would be run."""
-    commands: list[list[str]] = []
+    started: list[list[str]] = []
 
     class Replaced(Exception):
         pass
 
     def popen(command, **options):
-        commands.append(command[1:])
+        started.append(command[1:])
         raise Replaced
 
     for name in (launching.LAUNCHED, "RANK", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launching.subprocess, "Popen", popen)
-    monkeypatch.setattr(run, "_run_recipe", lambda config: commands.append([config.recipe]))
+    monkeypatch.setattr(run, "_run_recipe", lambda config: started.append([config.recipe]))
 
     def start(*arguments: str) -> list[str]:
-        commands.clear()
-        try:
+        started.clear()
+        with contextlib.suppress(Replaced, SystemExit):
             cli.main(list(arguments))
-        except (Replaced, SystemExit):
-            pass
-        return commands[0] if commands else []
+        return started[0] if started else []
 
     return start
 
@@ -252,11 +235,8 @@ def test_what_follows_two_dashes_goes_to_the_launcher(launched, tmp_path, monkey
 
     (tmp_path / "my.yaml").write_text(NEEDED + "num_processes: 4\naccelerate_config: zero2\n")
     command = launched("run", "my.yaml")
-    assert (
-        command[:3] == [*launch, "--config_file"]
-        and Path(command[3]).name == "zero2.yaml"
-        and Path(command[3]).is_file()
-    )
+    assert command[:3] == [*launch, "--config_file"]
+    assert Path(command[3]).name == "zero2.yaml" and Path(command[3]).is_file()
     assert command[4:] == ["--num_processes", "4", "-m", "liger_trainer", "run", "my.yaml"]
     monkeypatch.setenv("RANK", "1")  # the processes that the launcher starts read the same file
     assert launched("run", "my.yaml") == ["sft"]
@@ -264,25 +244,25 @@ def test_what_follows_two_dashes_goes_to_the_launcher(launched, tmp_path, monkey
 
     ddp = launched("run", "my.yaml", "accelerate_config=ddp")
     assert Path(ddp[3]).name == "multi_gpu.yaml" and ddp[4:6] == ["--num_processes", "4"]
-    distil = ["teacher_model_name_or_path=x", "recipe=distill"]
-    for engine, others, message in (
-        ("zero3", [*distil, "teacher_load_in_4bit=true"], "teacher_load_in_4bit: does not go with DeepSpeed"),
-        ("fsdp1", [*distil, "losses=[{type: hidden_mse}]"], "losses: hidden-state losses do not work with"),
-        ("fsdp1", ["recipe=distill", "teacher=self", "use_peft=true"], "teacher: self does not work with FSDP1"),
-        ("fsdp2", [*distil, "teacher_offload=true"], "teacher_offload: does not go with FSDP"),
-        ("fsdp1", [*distil, "lmbda=1.0"], "lmbda: a model that FSDP1 splits is not sampled from"),
+    distil, itself = ["recipe=distill", "teacher_model_name_or_path=x"], ["recipe=distill", "teacher=self"]
+    for words, message in (
+        (["zero3", *distil, "teacher_load_in_4bit=true"], "teacher_load_in_4bit: does not go with DeepSpeed"),
+        (["fsdp1", *distil, "losses=[{type: hidden_mse}]"], "losses: hidden-state losses do not work with"),
+        (["fsdp1", *itself, "use_peft=true"], "teacher: self does not work with FSDP1"),
+        (["fsdp2", *distil, "teacher_offload=true"], "teacher_offload: does not go with FSDP"),
+        (["fsdp1", *distil, "lmbda=1.0"], "lmbda: a model that FSDP1 splits is not sampled from"),
+        (["zero9"], "accelerate_config: expected a file or one of"),
+        (["ddp", "max_stepz=1", "--", "--num_processes", "2"], "Did you mean max_steps?"),
+        (["validate"], "only run, resume, cache take arguments for a launcher"),
     ):  # before anything is launched
-        assert launched("run", "my.yaml", f"accelerate_config={engine}", *others) == []
-        assert message in " ".join(capsys.readouterr().err.split()), engine
+        engine, *others = words
+        if engine == "validate":
+            assert launched("validate", "my.yaml", "--", "--num_processes", "2") == []
+        else:
+            assert launched("run", "my.yaml", f"accelerate_config={engine}", *others) == []
+        assert message in " ".join(capsys.readouterr().err.split()), words
     for engine in ("fsdp2", "zero3"):
-        itself = ("recipe=distill", "teacher=self", "use_peft=true")
-        assert launched("run", "my.yaml", f"accelerate_config={engine}", *itself)
-    assert launched("run", "my.yaml", "accelerate_config=zero9") == []
-    assert "accelerate_config: expected a file or one of" in capsys.readouterr().err
-    assert launched("run", "my.yaml", "max_stepz=1", "--", "--num_processes", "2") == []  # checked before it is started
-    assert "Did you mean max_steps?" in capsys.readouterr().err
-    assert launched("validate", "my.yaml", "--", "--num_processes", "2") == []
-    assert "only run, resume, cache take arguments for a launcher" in capsys.readouterr().err
+        assert launched("run", "my.yaml", f"accelerate_config={engine}", *itself, "use_peft=true")
 
 
 @pytest.mark.parametrize(
@@ -293,11 +273,7 @@ def test_what_follows_two_dashes_goes_to_the_launcher(launched, tmp_path, monkey
         (1, ["num_processes=2", "use_cpu=true"], "--multi_gpu"),
         (1, ["num_processes=4", "num_machines=4"], None),
         (2, ["num_processes=2"], "--multi_gpu"),
-        (
-            2,
-            ["accelerate_config=ddp"],
-            "expected at most 2, one for each GPU that this machine has or gpu_ids names, got 8",
-        ),
+        (2, ["accelerate_config=ddp"], "expected at most 2, one for each GPU that this machine has or gpu_ids nam"),
         (8, ["num_processes=2", "gpu_ids='3'"], "expected at most 1,"),
         (2, ["accelerate_config=fsdp2", "num_processes=2"], None),
         (2, ["accelerate_config=one.yaml", "num_processes=2"], "--multi_gpu"),

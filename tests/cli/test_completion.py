@@ -1,9 +1,7 @@
-"""What the shell offers behind the command, asked for as bash and zsh ask; `--version` and `-h`."""
+"""What the shell offers behind the command, asked for as bash and zsh ask."""
 
 import pytest
-
-import liger_trainer
-from liger_trainer.cli import app as cli
+from commands import call
 
 
 @pytest.fixture
@@ -18,9 +16,7 @@ def offered(monkeypatch, capsys, tmp_path):
         monkeypatch.setenv("COMP_WORDS", line)
         monkeypatch.setenv("COMP_CWORD", str(len(words)))
         monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
-        with pytest.raises(SystemExit):
-            cli.main([])
-        return capsys.readouterr().out.split()
+        return call(capsys)[1].split()
 
     return complete
 
@@ -56,17 +52,3 @@ def test_values_of_keys_with_few(offered):
     ]  # fmt: skip
     assert "packing=true" in " ".join(offered("run", "x", "packing=t", shell="zsh"))
     assert "packing=false" not in " ".join(offered("run", "x", "packing=t", shell="zsh"))
-
-
-@pytest.mark.parametrize("word", ["--version", "-V"])
-def test_version(word, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main([word])
-    assert not stopped.value.code and capsys.readouterr().out == f"liger-trainer {liger_trainer.__version__}\n"
-
-
-@pytest.mark.parametrize("words", [["-h"], ["run", "-h"], ["cache", "info", "-h"]])
-def test_short_help(words, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(words)
-    assert not stopped.value.code and "Usage:" in capsys.readouterr().out

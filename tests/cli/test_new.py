@@ -5,7 +5,7 @@ import itertools
 import sys
 
 import pytest
-from commands import call
+from commands import call, done, without_report
 from stand_ins import StandIns
 
 from liger_trainer.cli.configs import billions
@@ -24,8 +24,7 @@ def new(tmp_path, monkeypatch, capsys):
 def test_what_flags_answer(new, purpose, method):
     words = ["--model", "some/model-8B", "--method", method, "--data", "rows: mine.jsonl", "--purpose", purpose]
     teacher = ["--teacher", "some/teacher"] if purpose == "distill" else []
-    code, out, err = new("deep/a.yaml", *words, *teacher)
-    assert code == 0, err
+    out, _ = done(new("deep/a.yaml", *words, *teacher))
     assert "liger-trainer run deep/a.yaml" in out
     config = load_run_config("deep/a.yaml")
     assert config.recipe == purpose and config["model_name_or_path"] == "some/model-8B"
@@ -43,8 +42,7 @@ def test_questions_on_a_terminal(new, purpose, monkeypatch):
     )
     monkeypatch.setattr("typer.prompt", lambda question, default: next(answers))
     monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
-    code, out, err = new()
-    assert code == 0, err
+    out, _ = done(new())
     assert "Expected one of sft, distill." in out and next(answers, None) is None
     config = load_run_config("my.yaml")
     assert config.recipe == purpose and config["learning_rate"] == (2e-4 if purpose == "sft" else 2e-5)
@@ -71,11 +69,10 @@ def test_what_is_refused(new, tmp_path, words, message):
 def test_what_it_writes_trains(new, tmp_path_factory, tmp_path, capsys, monkeypatch):
     """On a tiny model, with everything else as it was written."""
     stand_ins, model = StandIns(tmp_path_factory.mktemp("stand-ins")), "demo:smollm2-135m-instruct"
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    without_report(monkeypatch)
     assert new("--purpose", "distill", "--model", model, "--teacher", model, "--data", "demo:python_docstrings")[0] == 0
     changes = stand_ins.changes(load_run_config("my.yaml"), tmp_path)
-    code, _, err = call(capsys, "run", "my.yaml", *changes, "output_dir=out")
-    assert code == 0, err
+    done(call(capsys, "run", "my.yaml", *changes, "output_dir=out"))
     assert (tmp_path / "out" / "metrics.json").is_file()
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import call, done, end_of, metrics, save_models, without_report, write_rows
 from held_folders import held_by_a_child
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from liger_trainer.cli import main
 from liger_trainer.common.checkpoints import MANIFEST, TRAINER_STATE, checkpoints_in, damage
 from liger_trainer.common.files import STATE
 from liger_trainer.errors import ConfigError, CorruptError
@@ -87,10 +87,8 @@ def row(i: int) -> dict:
 def folder(tmp_path_factory):
     """Two models, rows and the two files."""
     folder = tmp_path_factory.mktemp("trl")
-    for seed, name in enumerate(("student", "teacher")):
-        tiny_model("llama_tied", seed=seed).save_pretrained(folder / name)
-        tiny_tokenizer().save_pretrained(folder / name)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row(i)) + "\n" for i in range(20)))
+    save_models(folder, "student", "teacher")
+    write_rows(folder / "rows.jsonl", map(row, range(20)))
     (folder / "sft.yaml").write_text(TRL_SFT)
     (folder / "distillation.yaml").write_text(TRL_DISTILLATION)
     return folder
@@ -98,15 +96,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def cli(folder, monkeypatch, capsys):
-    """The command line in that folder: exit code, stdout, stderr."""
+    """The command line in that folder: exit code, stdout in one line, stderr."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    without_report(monkeypatch)
 
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stopped:
-            main(list(arguments))
-        printed = capsys.readouterr()
-        return int(stopped.value.code or 0), " ".join(printed.out.split()), printed.err
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code, out, err = call(capsys, *arguments)
+        return code, " ".join(out.split()), err
 
     return run
 
@@ -116,10 +112,8 @@ def trained(folder):
     """The run of sft.yaml, in out/."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)  # test_report.py has it
-        with pytest.raises(SystemExit) as stopped:
-            main(["run", "sft.yaml", *QUICK])
-    assert not stopped.value.code
+        without_report(patch)
+        assert end_of("run", "sft.yaml", *QUICK) == 0
     return folder / "out"
 
 
@@ -131,10 +125,6 @@ def copy(trained, tmp_path):
     return tmp_path / "run"
 
 
-def metrics(run_dir: Path) -> dict:
-    return json.loads((run_dir / "metrics.json").read_text())
-
-
 def test_a_trl_sft_file_runs_unchanged(trained, cli):
     written = metrics(trained)
     assert written["recipe"] == "sft" and written["training"]["steps"] == 4
@@ -142,8 +132,8 @@ def test_a_trl_sft_file_runs_unchanged(trained, cli):
     assert [path.name for path in checkpoints_in(trained)] == ["checkpoint-2", "checkpoint-4"]
     assert (trained / "adapter_config.json").is_file() and not (trained / "model.safetensors").exists()
     assert 0 < written["training"]["trainable_parameters"] < written["training"]["parameters"]
-    code, out, err = cli("validate", "sft.yaml")
-    assert code == 0 and "sft.yaml is valid: recipe sft, 30 settings." in out
+    out, err = done(cli("validate", "sft.yaml"))
+    assert "sft.yaml is valid: recipe sft, 30 settings." in out
     assert [line.split(": ", 2)[2] for line in err.splitlines()] == [
         "sft.yaml:4: torch_dtype: the former name of dtype.",
         "sft.yaml:14: max_seq_length: the former name of max_length.",
@@ -153,8 +143,7 @@ def test_a_trl_sft_file_runs_unchanged(trained, cli):
 
 
 def test_a_trl_distillation_file_runs_unchanged(cli, folder):
-    code, _, err = cli("run", "distillation.yaml", *QUICK)
-    assert code == 0, err
+    _, err = done(cli("run", "distillation.yaml", *QUICK))
     written = metrics(folder / "distilled")
     assert written["recipe"] == "distill" and written["training"]["steps"] == 1
     assert {"reverse_kl"} <= written["after"].keys()
@@ -165,8 +154,7 @@ def test_a_trl_distillation_file_runs_unchanged(cli, folder):
 
 
 def test_a_merged_adapter_is_the_adapted_model(trained, cli, folder):
-    code, out, err = cli("merge", "out", "merged")
-    assert code == 0, err
+    out, _ = done(cli("merge", "out", "merged"))
     assert "Merged out into" in out and "torch.float32" in out
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
     adapted = AutoModelForCausalLM.from_pretrained(trained)
@@ -177,40 +165,33 @@ def test_a_merged_adapter_is_the_adapted_model(trained, cli, folder):
     assert not (folder / "merged" / "adapter_config.json").exists()
     assert AutoTokenizer.from_pretrained(folder / "merged").get_vocab() == tiny_tokenizer().get_vocab()
     assert cli("merge", "out", "merged")[0] == 2  # it is there
-    code, out, _ = cli("merge", "out", "merged", "--force", "--dtype", "bfloat16")
-    assert code == 0 and AutoModelForCausalLM.from_pretrained(folder / "merged", dtype="auto").dtype == torch.bfloat16
+    out, _ = done(cli("merge", "out", "merged", "--force", "--dtype", "bfloat16"))
+    assert AutoModelForCausalLM.from_pretrained(folder / "merged", dtype="auto").dtype == torch.bfloat16
 
 
 def test_what_cannot_be_merged(trained, cli, folder, copy):
-    code, _, err = cli("merge", "student", "m1")
-    assert code == 2 and "student holds no adapter" in err
-    code, _, err = cli("merge", str(copy.parent), "m1")
-    assert code == 2 and f"There is one in {copy}." in err
-    code, _, err = cli("merge", "out", "m1", "--dtype", "int8")
-    assert code == 2 and "--dtype: expected float32" in err
-    code, _, err = cli("merge", "out", "m1", "--base", "./nowhere")
-    assert code == 2 and "./nowhere cannot be loaded" in err
+    tiny_model("llama_tied", num_hidden_layers=5).save_pretrained(folder / "deep")
+    for words, message in (
+        (["student"], "student holds no adapter"),
+        ([copy.parent], f"There is one in {copy}."),
+        (["out", "--dtype", "int8"], "--dtype: expected float32"),
+        (["out", "--base", "./nowhere"], "./nowhere cannot be loaded"),
+        (["out", "--base", "deep"], "has no weights for some layers of deep"),
+    ):
+        source, *options = words
+        code, _, err = cli("merge", source, "m1", *options)
+        assert code == 2 and message in err
     weights = copy / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
-    code, _, err = cli("merge", str(copy), "m1")
+    code, _, err = cli("merge", copy, "m1")
     assert code == 6 and "the adapter's weights cannot be read" in err
     assert not (folder / "m1").exists()
 
 
-def test_an_adapter_of_fewer_layers_is_not_merged(trained, cli, folder):
-    tiny_model("llama_tied", num_hidden_layers=5).save_pretrained(folder / "deep")
-    code, _, err = cli("merge", "out", "m2", "--base", "deep")
-    assert code == 2 and "has no weights for some layers of deep" in err and not (folder / "m2").exists()
-
-
 def test_merge_replaces_a_model_and_nothing_else(trained, cli, folder):
-    notes = folder / "notes"
-    notes.mkdir(exist_ok=True)
-    (notes / "a.txt").write_text("kept")
-    run = folder / "run"
-    run.mkdir(exist_ok=True)
-    for name in ("config.json", "config.yaml"):
-        (run / name).write_text("{}")
+    for path, text in (("notes/a.txt", "kept"), ("run/config.json", "{}"), ("run/config.yaml", "{}")):
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(text)
     tiny_model("llama_tied").save_pretrained(folder / "model")  # a model, and not of a merge
     assert cli("merge", "out", "edited")[0] == 0
     (folder / "edited" / "mine.txt").touch()
@@ -225,13 +206,12 @@ def test_merge_replaces_a_model_and_nothing_else(trained, cli, folder):
     for name, message in refusals.items():
         code, _, err = cli("merge", "out", name, "--force")
         assert code == 2 and message in err, (name, err)
-    assert sorted(folder.rglob("*")) == before and (notes / "a.txt").read_text() == "kept"
+    assert sorted(folder.rglob("*")) == before and (folder / "notes/a.txt").read_text() == "kept"
 
 
 def test_resume_goes_on_with_the_settings_of_the_start(trained, cli, copy, folder):
     shutil.rmtree(copy / "checkpoint-4")
-    code, _, err = cli("resume", str(copy))
-    assert code == 0, err
+    done(cli("resume", copy))
     resumed, whole = metrics(copy), metrics(trained)
     assert (resumed["training"]["steps"], resumed["training"]["resumed_at"]) == (4, 2)
     for part in ("before", "after"):
@@ -243,13 +223,12 @@ def test_resume_goes_on_with_the_settings_of_the_start(trained, cli, copy, folde
     assert rate * seconds == pytest.approx(counted[4] - counted[2], rel=0.2)
     assert "resume_from_checkpoint: " not in (copy / "config.yaml").read_text().partition("# Defaults")[0]
 
-    code, _, err = cli("resume", str(copy))
+    code, _, err = cli("resume", copy)
     assert code == 2 and "is finished" in err and "max_steps=..." in err
-    code, _, err = cli("resume", str(copy), "max_steps=5")
-    assert code == 0, err
+    done(cli("resume", copy, "max_steps=5"))
     assert metrics(copy)["training"]["steps"] == 5
     for setting in ("max_steps=3", "learning_rate=1"):
-        code, _, err = cli("resume", str(copy), setting)
+        code, _, err = cli("resume", copy, setting)
         assert code == 2 and "nothing is left to train" in err
     assert metrics(copy)["training"]["steps"] == 5
 
@@ -271,18 +250,17 @@ def strip_manifest(checkpoint: Path) -> None:
 def test_resume_takes_the_newest_whole_checkpoint_and_says_what_it_passes_over(trained, copy, cli):
     flip(copy / "checkpoint-4" / "adapter_model.safetensors")
     with pytest.warns(UserWarning, match=r"checkpoint-4 is passed over: adapter_model.safetensors is not what was wri"):
-        code, _, err = cli("resume", str(copy))
+        code, _, err = cli("resume", copy)
     assert code == 0, err
     assert metrics(copy)["training"]["resumed_at"] == 2 and metrics(copy)["before"] == metrics(trained)["before"]
-    name = "adapter_model.safetensors"
-    assert (copy / name).read_bytes() == (trained / name).read_bytes()
+    assert (copy / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
 
 
 def test_resume_refuses_a_damaged_checkpoint_that_is_asked_for(copy, cli):
     weights = copy / "checkpoint-4" / "adapter_model.safetensors"
     whole = weights.read_bytes()
     flip(weights)
-    code, _, err = cli("resume", str(copy), "--checkpoint", "checkpoint-4")
+    code, _, err = cli("resume", copy, "--checkpoint", "checkpoint-4")
     assert code == 6 and "checkpoint-4 is damaged: adapter_model.safetensors is not what was written" in err
     assert f"The newest whole one: {copy / 'checkpoint-2'}" in err
     weights.write_bytes(whole[:-3])
@@ -307,29 +285,30 @@ def test_resume_runs_a_models_code_only_where_that_is_said_again(copy):
     assert "trust_remote_code=true" in resumption(copy, None, ["trust_remote_code=true"])[1]
 
 
+WEIGHTS = "adapter_model.safetensors"
+
+
 def test_resume_finishes_what_was_killed_after_the_last_step(trained, copy, cli):
     """Between the last checkpoint and metrics.json: nothing is left to train, but to save and to measure."""
-    (copy / "adapter_model.safetensors").unlink()
-    code, _, err = cli("resume", str(copy))
-    assert code == 0, err
+    (copy / WEIGHTS).unlink()
+    done(cli("resume", copy))
     resumed, whole = metrics(copy), metrics(trained)
     assert resumed["before"] == whole["before"] and resumed["after"]["loss"] == whole["after"]["loss"]
     assert (resumed["training"]["steps"], resumed["training"]["resumed_at"]) == (4, 4)
-    name = "adapter_model.safetensors"
-    assert (copy / name).read_bytes() == (trained / name).read_bytes()
+    assert (copy / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
 
 
 def test_resume_starts_a_run_that_was_killed_before_its_first_checkpoint(trained, copy, cli):
     for checkpoint in checkpoints_in(copy):
         shutil.rmtree(checkpoint)
-    code, _, err = cli("resume", str(copy), "--force")
-    assert code == 0 and "no checkpoint in" in err and "starts from the beginning" in err
-    assert (copy / "adapter_model.safetensors").read_bytes() == (trained / "adapter_model.safetensors").read_bytes()
+    _, err = done(cli("resume", copy, "--force"))
+    assert "no checkpoint in" in err and "starts from the beginning" in err
+    assert (copy / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
 
 
 def test_a_folder_in_which_a_run_trains_is_refused_to_another(copy, cli):
     with held_by_a_child(copy) as child:
-        for command in (("resume", str(copy)), ("run", "sft.yaml", f"output_dir={copy}", "overwrite_output_dir=true")):
+        for command in (("resume", copy), ("run", "sft.yaml", f"output_dir={copy}", "overwrite_output_dir=true")):
             code, _, err = cli(*command)
             assert code == 2 and f"{copy} is in use by process {child} on " in err
 
@@ -340,7 +319,7 @@ def test_a_missing_measurement_before_training_is_said(copy, cli):
     strip_manifest(checkpoint)
     (checkpoint / BEFORE).unlink()
     with pytest.warns(UserWarning, match=f"has no {BEFORE}.*before is the student after step 4"):
-        assert cli("resume", str(copy))[0] == 0
+        assert cli("resume", copy)[0] == 0
 
 
 def test_every_kind_of_damage_is_seen(copy):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import call, save_models, settings, write_rows
+from commands import call, done, metrics, save_models, settings, without_report, write_rows
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from tiny import VOCAB, completions, tiny_model, tiny_tokenizer, train_args
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -102,30 +102,26 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(kind, tmp_path, mon
     assert {path.name for path in Path().iterdir()} == {"base", "adapter"}
 
 
-def test_a_merge_that_makes_another_model_is_noticed(tmp_path, monkeypatch, capsys):
+def save_tied(model, folder, save=LlamaForCausalLM.save_pretrained):
+    model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    model.config.tie_word_embeddings = True
+    save(model, folder)
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "other", "message"),
+    [
+        (adapters, "_untie", lambda base: False, "the merged model is not the adapter's: its logits differ by"),
+        (LlamaForCausalLM, "save_pretrained", save_tied, "the saved model is not the adapter's"),
+    ],
+)
+def test_a_merge_that_makes_another_model_is_noticed(tmp_path, monkeypatch, capsys, holder, name, other, message):
     monkeypatch.chdir(tmp_path)
     saved(Path(), lora("lm_head"))
     tiny_tokenizer().save_pretrained("base")
-    monkeypatch.setattr(adapters, "_untie", lambda base: False)
+    monkeypatch.setattr(holder, name, other)
     code, _, err = call(capsys, "merge", "adapter", "merged")
-    assert code == 2 and "the merged model is not the adapter's: its logits differ by" in err
-    assert {path.name for path in Path().iterdir()} == {"base", "adapter"}
-
-
-def test_files_that_hold_another_model_are_noticed(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    saved(Path(), lora("lm_head"))
-    tiny_tokenizer().save_pretrained("base")
-    save = LlamaForCausalLM.save_pretrained
-
-    def save_tied(model, folder):
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
-        model.config.tie_word_embeddings = True
-        save(model, folder)
-
-    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save_tied)
-    code, _, err = call(capsys, "merge", "adapter", "merged")
-    assert code == 2 and "the saved model is not the adapter's" in err
+    assert code == 2 and message in err
     assert {path.name for path in Path().iterdir()} == {"base", "adapter"}
 
 
@@ -147,7 +143,7 @@ def test_rounding_is_allowed_and_no_more(dtype):
 def run(tmp_path, monkeypatch, capsys):
     """The command line beside a student, a base and its adapter: exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    without_report(monkeypatch)
     save_models(tmp_path, "student")
     saved(tmp_path, lora("lm_head"))
     tiny_tokenizer().save_pretrained("base")
@@ -158,27 +154,20 @@ def run(tmp_path, monkeypatch, capsys):
     return lambda *words: call(capsys, *words)
 
 
-def kl(run_dir: str) -> float:
-    return json.loads(Path(run_dir, "metrics.json").read_text())["before"]["forward_kl"]
-
-
 def test_an_adapter_teaches_as_the_model_that_it_is(run):
     assert run("merge", "adapter", "merged")[0] == 0
-    for name, more in {"adapter": (), "merged": ()}.items():
-        code, out, err = run("run", "run.yaml", f"teacher_model_name_or_path={name}", f"output_dir=by_{name}", *more)
-        assert code == 0, out + err
-    assert kl("by_adapter") == pytest.approx(kl("by_merged"), rel=1e-4)
-    code, _, err = run("run", "run.yaml", "teacher_model_name_or_path=base", "output_dir=by_base")
-    assert code == 0 and kl("by_base") != pytest.approx(kl("by_adapter"), rel=1e-2)
-    assert "the teacher's is unknown" not in err  # the tokenizer is the base's
+    kl = {}
+    for name in ("adapter", "merged", "base"):
+        _, err = done(run("run", "run.yaml", f"teacher_model_name_or_path={name}", f"output_dir=by_{name}"))
+        assert "the teacher's is unknown" not in err  # the tokenizer is the base's
+        kl[name] = metrics(Path(f"by_{name}"))["before"]["forward_kl"]
+    assert kl["adapter"] == pytest.approx(kl["merged"], rel=1e-4) != pytest.approx(kl["base"], rel=1e-2)
 
 
 def test_the_cache_of_an_adapter_is_that_of_its_settings_and_its_base_too(run):
-    code, out, err = run("cache", "run.yaml", "teacher_cache_dir=cache")
-    assert code == 0, out + err
+    done(run("cache", "run.yaml", "teacher_cache_dir=cache"))
     train = ("run", "run.yaml", "teacher=cache", "teacher_cache_dir=cache", "overwrite_output_dir=true")
-    code, out, err = run(*train)
-    assert code == 0, out + err
+    done(run(*train))
     first = files_fingerprint("adapter")
     config = json.loads(Path("adapter/adapter_config.json").read_text())
     Path("adapter/adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 99}))
@@ -219,20 +208,17 @@ def test_an_adapter_samples(run):
     rows = {}
     for teacher in ("adapter", "base"):
         most = ("--max-new-tokens", 4, "--max-prompt-tokens", 20, "--keep-unfinished")
-        code, out, err = run("generate", teacher, f"from_{teacher}", "--prompts", "rows.jsonl", *most)
-        assert code == 0, out + err
+        done(run("generate", teacher, f"from_{teacher}", "--prompts", "rows.jsonl", *most))
         rows[teacher] = Path(f"from_{teacher}", "train.jsonl").read_text()
     assert rows["adapter"] != rows["base"]
 
 
 def test_adapters_of_a_student_without_layers_are_merged_as_they_were_trained(run):
     lora = ("use_peft=true", "lora_target_modules=[q_proj,lm_head]", "keep_layers=[0]", "learning_rate=0.1")
-    code, out, err = run("run", "run.yaml", *lora, "max_steps=3", "num_sample_completions=0")
-    assert code == 0, out + err
-    trained = json.loads(Path("out/metrics.json").read_text())["after"]["forward_kl"]
+    out, _ = done(run("run", "run.yaml", *lora, "max_steps=3", "num_sample_completions=0"))
+    trained = metrics(Path("out"))["after"]["forward_kl"]
     assert not json.loads(Path("out/config.json").read_text())["tie_word_embeddings"]
-    code, out, err = run("eval", "out", "--json")
-    assert code == 0, err
+    out, _ = done(run("eval", "out", "--json"))
     assert json.loads(out)["evaluations"][0]["metrics"]["forward_kl"] == pytest.approx(trained, rel=1e-4)
 
 

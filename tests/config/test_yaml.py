@@ -65,17 +65,9 @@ def test_forms_of_overrides():
     parsed = parse_overrides(words)
     assert parsed.findings == []
     assert {key: setting.value for key, setting in parsed.values.items()} == {
-        "a": "b=c",
-        "x": [1, 2],  # the last one wins
-        "modules": ["q", "v"],
-        "flag": True,
-        "neg": -1,
-        "rate": 2e-4,
-        "none": None,
-        "lora_r": 4,
-        "list": ["u", "v"],
-        "gone": DROPPED,
-    }
+        "a": "b=c", "x": [1, 2], "modules": ["q", "v"], "flag": True, "neg": -1, "rate": 2e-4, "none": None,
+        "lora_r": 4, "list": ["u", "v"], "gone": DROPPED,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

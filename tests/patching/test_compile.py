@@ -1,5 +1,6 @@
 """Patched models under torch.compile: whole graphs, with the loss and the gradients of the plain model."""
 
+import contextlib
 import copy
 import shutil
 import sys
@@ -7,7 +8,8 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from quick_cases import slow_but
+from steps import adapted
 from tiny import (
     assert_same_gradients,
     completions,
@@ -39,11 +41,6 @@ pytestmark = [
 ]
 
 
-def slow(*names):
-    """Cases that add a family or an argument to what another one proves; each takes seconds to compile."""
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 # Its Dynamo is the first that traces how the head is put back, so that forward and loss are one graph.
 whole_graph = pytest.mark.skipif(torch.torch_version.TorchVersion(torch.__version__) < "2.13", reason="torch 2.13")
 
@@ -72,7 +69,7 @@ def assert_same(got, want, rtol=1e-5):
 
 
 @whole_graph
-@pytest.mark.parametrize("family", ["qwen3", *slow("llama_tied", "gemma2", "granite", "cohere")])
+@pytest.mark.parametrize("family", slow_but(["qwen3", "llama_tied", "gemma2", "granite", "cohere"], "qwen3"))
 def test_one_graph_with_the_plain_models_gradients(family):
     plain, model, patched = pair(family)
     assert patched.fused is not None and len(patched.report.swapped) >= 3
@@ -98,7 +95,7 @@ CALLS = {
 
 
 @whole_graph
-@pytest.mark.parametrize("call", ["shifted labels", *slow("divisor", "divisor as a number", "without labels")])
+@pytest.mark.parametrize("call", slow_but(CALLS, "shifted labels"))
 def test_arguments(call):
     plain, model, _ = pair(layers=0)
     batch = CALLS[call](masked_batch())
@@ -167,41 +164,25 @@ def test_loss_without_gradients_leaves_the_logits_for_later():
 
 
 @pytest.mark.slow
-def test_adapters_also_on_a_head_that_cannot_be_deferred_which_warns_when_it_is_traced():
-    targets = ["q_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-    config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
-    plain = get_peft_model(tiny_model(num_hidden_layers=1), config).eval()
+@pytest.mark.parametrize("head", [pytest.param(False, marks=whole_graph), True])
+def test_adapters(head):
+    """A head with adapters cannot be deferred, which warns when it is traced."""
+    targets = ["q_proj", "gate_proj", "up_proj", "down_proj", "lm_head"] if head else "all-linear"
+    plain = adapted(tiny_model(num_hidden_layers=1), target_modules=targets).eval()
     model = copy.deepcopy(plain)
     swapped = patch(model).report.swapped
     assert swapped["LoRA linear"] and swapped["LoRA MLP"]
     liger_trainer.losses.fused_forward._warn_once.cache_clear()
-    with pytest.warns(MaterializedLogitsWarning, match="does more than a linear map"):
+    warns = pytest.warns(MaterializedLogitsWarning, match="does more than a linear map")
+    with warns if head else contextlib.nullcontext():
         loss = compiled(model)(**masked_batch()).loss
     assert_same((model, loss), (plain, plain(**masked_batch()).loss))
 
 
-@whole_graph
-@pytest.mark.slow
-def test_adapters_on_all_but_the_head():
-    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    plain = get_peft_model(tiny_model(num_hidden_layers=1), config).eval()
-    model = copy.deepcopy(plain)
-    patch(model)
-    assert_same((model, compiled(model)(**masked_batch()).loss), (plain, plain(**masked_batch()).loss))
-
-
-def test_an_unknown_operation_on_the_logits_warns_when_it_is_traced():
-    plain, model, _ = pair(layers=0)
-    hidden = torch.randn(2, 32)
-    with pytest.warns(MaterializedLogitsWarning, match="__neg__"):
-        with deferred_logits(model):
-            got = compiled(lambda x: -model.lm_head(x))(hidden)
-    torch.testing.assert_close(got, -plain.lm_head(hidden))
-
-
-def test_elementwise_kernels_make_way_for_inductor(monkeypatch):
-    """Where Triton would be launched, a traced model takes the ops' plain torch form instead."""
-    plain = tiny_model("qwen3", num_hidden_layers=1)
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_elementwise_kernels_make_way_for_inductor(monkeypatch, family):
+    """Where Triton would be launched, a traced model takes the ops' plain torch form instead, without graph breaks."""
+    plain = tiny_model(family, num_hidden_layers=1)
     model = copy.deepcopy(plain)
     patch(model, fused_linear_cross_entropy=False)
 
@@ -216,6 +197,15 @@ def test_elementwise_kernels_make_way_for_inductor(monkeypatch):
     torch.testing.assert_close(compiled(model, backend="eager")(**ids).logits, plain(**ids).logits)
     with pytest.raises(RuntimeError, match="launched"):
         model(**ids)
+
+
+def test_an_unknown_operation_on_the_logits_warns_when_it_is_traced():
+    plain, model, _ = pair(layers=0)
+    hidden = torch.randn(2, 32)
+    with pytest.warns(MaterializedLogitsWarning, match="__neg__"):
+        with deferred_logits(model):
+            got = compiled(lambda x: -model.lm_head(x))(hidden)
+    torch.testing.assert_close(got, -plain.lm_head(hidden))
 
 
 @pytest.mark.slow
@@ -243,20 +233,27 @@ def run(make, **options):
 
 
 def sft(cls):
-    def make(model, **options):
-        args = train_args(SFTConfig, **options)
-        return cls(model, args, train_dataset=completions(), processing_class=tiny_tokenizer())
+    return lambda model, **options: cls(
+        model, train_args(SFTConfig, **options), train_dataset=completions(), processing_class=tiny_tokenizer()
+    )
 
-    return make
+
+def distillation(model, **options):
+    return LigerDistillTrainer(
+        model, teacher_model=tiny_model("llama", seed=5), args=train_args(LigerDistillConfig, **options),
+        train_dataset=texts(), processing_class=tiny_tokenizer(),
+    )  # fmt: skip
 
 
 @whole_graph
 @pytest.mark.slow
-def test_sft_trainer():
-    want, _ = run(sft(SFTTrainer), **RUN)
-    got, breaks = run(sft(LigerTrainer), **RUN, **COMPILED)
-    assert got == pytest.approx(want, rel=1e-4) and len(got) == 2
-    assert not breaks
+@pytest.mark.parametrize(
+    ("plain", "ours", "rel"), [(sft(SFTTrainer), sft(LigerTrainer), 1e-4), (distillation, distillation, 1e-5)]
+)
+def test_our_trainers(plain, ours, rel):
+    want, _ = run(plain, **RUN)
+    got, breaks = run(ours, **RUN, **COMPILED)
+    assert got == pytest.approx(want, rel=rel) and len(got) == 2 and not breaks
 
 
 @whole_graph
@@ -275,17 +272,3 @@ def test_stock_trainer_with_the_flag():
         liger_trainer.disable()
     assert got == pytest.approx(want, rel=1e-4) and len(got) == 2
     assert breaks <= plain_breaks
-
-
-@whole_graph
-@pytest.mark.slow
-def test_distillation_trainer():
-    def make(model, **options):
-        return LigerDistillTrainer(
-            model, teacher_model=tiny_model("llama", seed=5), args=train_args(LigerDistillConfig, **options),
-            train_dataset=texts(), processing_class=tiny_tokenizer(),
-        )  # fmt: skip
-
-    got, breaks = run(make, **RUN, **COMPILED)
-    want, _ = run(make, **RUN)
-    assert got == pytest.approx(want, rel=1e-5) and not breaks

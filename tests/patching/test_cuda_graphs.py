@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from recorders import RunsAgain
 from tiny import VOCAB, tiny_model
 from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import patch
@@ -18,7 +20,7 @@ from liger_trainer.errors import ConfigError
 from liger_trainer.patching.graphs import cuda_graphs
 from liger_trainer.patching.graphs import layer_graphs as graph_recorder
 from liger_trainer.patching.graphs.cuda_graphs import GraphedLayers
-from liger_trainer.patching.graphs.layer_graphs import NotCapturable, fill, flatten
+from liger_trainer.patching.graphs.layer_graphs import NotCapturable
 from liger_trainer.patching.patcher import base_of, patched_record
 from liger_trainer.trainers.step_graphs import FixedShapes
 
@@ -70,6 +72,14 @@ def assert_same_gradients(plain, graphed):
     assert compared > 6
 
 
+def train(plain, graphed, *lengths):
+    """A pass of each length through both, after which losses and gradients are equal; gradients accumulate."""
+    for length in lengths:
+        ids = random_ids(length)
+        torch.testing.assert_close(backward(graphed, ids), backward(plain, ids))
+        assert_same_gradients(plain, graphed)
+
+
 @pytest.mark.parametrize(
     "family, change",
     [
@@ -84,10 +94,7 @@ def assert_same_gradients(plain, graphed):
 def test_losses_and_gradients_are_those_without_graphs(family, change):
     plain, graphed, layers = pair(change, family)
     for step in range(6):
-        ids = random_ids(7 if step == 4 else 11)
-        for _ in range(2):  # gradients accumulate
-            torch.testing.assert_close(backward(graphed, ids), backward(plain, ids))
-        assert_same_gradients(plain, graphed)
+        train(plain, graphed, *[7 if step == 4 else 11] * 2)
         if step % 2:
             for model in (plain, graphed):
                 model.zero_grad(set_to_none=step == 1)
@@ -98,9 +105,7 @@ def test_losses_and_gradients_are_those_without_graphs(family, change):
 def replaying(change=lambda model: model, **options):
     """A pair of models whose graphs are recorded."""
     plain, graphed, layers = pair(change, **options)
-    for _ in range(3):
-        ids = random_ids()
-        backward(plain, ids), backward(graphed, ids)
+    train(plain, graphed, 11, 11, 11)
     assert RunsAgain.replays == 6
     for model in (plain, graphed):
         model.zero_grad()
@@ -116,10 +121,9 @@ def test_evaluations_run_as_they_are():
         torch.testing.assert_close(graphed(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)
         graphed.generate(ids, max_new_tokens=2, do_sample=False, use_cache=True)
     assert RunsAgain.replays == 6
-    for model in (plain, graphed):
-        backward(model.train(), ids)
+    plain.train(), graphed.train()
+    train(plain, graphed, 11)
     assert RunsAgain.replays == 12
-    assert_same_gradients(plain, graphed)
 
 
 def test_a_second_forward_before_the_backward_runs_as_it_is():
@@ -156,10 +160,7 @@ def test_weights_that_move_are_recorded_again():
     for model in (plain, graphed):
         weight = model.model.layers[1].mlp.up_proj.weight
         weight.data = weight.data * 1.5
-    for _ in range(3):
-        ids = random_ids()
-        backward(plain, ids), backward(graphed, ids)
-        assert_same_gradients(plain, graphed)
+    train(plain, graphed, 11, 11, 11)
     assert RunsAgain.replays == 12
 
 
@@ -179,9 +180,7 @@ def test_hooks_within_a_layer_end_it(capsys):
     seen = []
     for model in (plain, graphed):
         model.model.layers[1].mlp.register_forward_hook(lambda *args: seen.append(1))
-    ids = random_ids()
-    backward(plain, ids), backward(graphed, ids)
-    assert_same_gradients(plain, graphed)
+    train(plain, graphed, 11)
     assert len(seen) == 2 and RunsAgain.replays == 6
     assert layers.report == "CUDA graphs: none for the student: a Qwen3MLP has hooks"
     assert layers.report in capsys.readouterr().out
@@ -207,11 +206,7 @@ def test_auto_records_small_layers(monkeypatch, limit, replays):
 def test_only_a_few_shapes_are_recorded(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "SHAPES", 2)
     plain, graphed, layers = pair()
-    for _ in range(4):
-        for length in (5, 6, 7):
-            ids = random_ids(length)
-            backward(plain, ids), backward(graphed, ids)
-            assert_same_gradients(plain, graphed)
+    train(plain, graphed, *[5, 6, 7] * 4)
     assert layers.report.endswith("2x5x32, 2x6x32")
 
 
@@ -248,35 +243,23 @@ class Odd(RunsAgain):
         raise TypeError("odd\nand more")
 
 
-def test_layers_that_fail_in_the_rehearsal_run_as_they_are():
-    plain, graphed, layers = pair(recorder=Odd)
-    for _ in range(4):
-        ids = random_ids()
-        backward(plain, ids), backward(graphed, ids)
-        assert_same_gradients(plain, graphed)
-    assert layers.report == "CUDA graphs: none for the student: odd"
-
-
-@pytest.mark.parametrize("recorder, reason", [(NoRoom, "may lack"), (Full, "lacks")])
-def test_without_memory_for_graphs_layers_run_as_they_are(recorder, reason):
+@pytest.mark.parametrize(
+    "recorder, reason",
+    [(NoRoom, "the GPU may lack the memory for them"), (Full, "the GPU lacks the memory for them"), (Odd, "odd")],
+)
+def test_layers_that_cannot_be_recorded_run_as_they_are(recorder, reason):
     plain, graphed, layers = pair(recorder=recorder)
-    for _ in range(4):
-        ids = random_ids()
-        backward(plain, ids), backward(graphed, ids)
-        assert_same_gradients(plain, graphed)
-    assert layers.report == f"CUDA graphs: none for the student: the GPU {reason} the memory for them"
+    train(plain, graphed, 11, 11, 11, 11)
+    assert layers.report == f"CUDA graphs: none for the student: {reason}"
 
 
 def test_undo_and_copies():
     plain, graphed, layers = replaying()
     other = copy.deepcopy(graphed)
-    ids = random_ids()
-    backward(plain, ids), backward(other, ids)
-    assert_same_gradients(plain, other)
+    train(plain, other, 11)
     layers.undo()
     plain.zero_grad()
-    backward(plain, ids), backward(graphed, ids)
-    assert_same_gradients(plain, graphed)
+    train(plain, graphed, 11)
     assert RunsAgain.replays == 6
     assert not any("forward" in vars(layer) for layer in graphed.model.layers)
 
@@ -292,19 +275,6 @@ def test_what_stands_against_it():
     model.model.layers = torch.nn.ModuleList([model.model.layers[0]])
     with pytest.raises(NotCapturable, match="Expected one list of 2 decoder layers"):
         GraphedLayers(model, recorder=RunsAgain)
-
-
-def test_structures():
-    x, y = torch.ones(2, 3), torch.ones(4).requires_grad_()
-    value = (x, [y, None, {"a": x, "b": 2}], "text", 1.5, torch.float32)
-    tensors = []
-    structure = flatten(value, tensors)
-    assert [id(t) for t in tensors] == [id(x), id(y), id(x)]
-    assert fill(structure, iter(tensors)) == value
-    assert structure == flatten((torch.zeros(2, 3), [y, None, {"a": x, "b": 2}], "text", 1.5, torch.float32), [])
-    assert structure != flatten((x.T, *value[1:]), [])
-    with pytest.raises(NotCapturable, match="a layer gets a object"):
-        flatten([object()], [])
 
 
 def packed_batch(tokens=24, longest=12):
@@ -343,27 +313,21 @@ def only_last_trains(model):
     return model
 
 
-def test_no_graph_stays_from_before_a_change():
-    plain, graphed, _ = pair(only_last_trains)
-    for number, length in enumerate((11, 11, 11, 7, 7, 7, 11, 11, 11, 7)):
-        if number == 5:  # one shape is recorded, the other is noted
-            plain.model.layers.requires_grad_(True), graphed.model.layers.requires_grad_(True)
-        ids = random_ids(length)
-        backward(plain, ids), backward(graphed, ids)
-        assert_same_gradients(plain, graphed)
+def slow_case(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    "passes", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
-)
-def test_layers_that_are_unfrozen_get_gradients(passes):
+    "before, after",
+    [([11] * 1, [11] * 5), slow_case([11] * 2, [11] * 5), ([11] * 3, [11] * 5), slow_case([11] * 4, [11] * 5),
+     ([11, 11, 11, 7, 7], [7, 11, 11, 11, 7])],  # one shape is recorded, the other is noted
+)  # fmt: skip
+def test_layers_that_are_unfrozen_get_gradients(before, after):
+    """No graph stays from before."""
     plain, graphed, _ = pair(only_last_trains)
-    for number in range(passes + 5):
-        if number == passes:
-            plain.model.layers.requires_grad_(True), graphed.model.layers.requires_grad_(True)
-        ids = random_ids()
-        backward(plain, ids), backward(graphed, ids)
-        assert_same_gradients(plain, graphed)
+    train(plain, graphed, *before)
+    plain.model.layers.requires_grad_(True), graphed.model.layers.requires_grad_(True)
+    train(plain, graphed, *after)
     assert RunsAgain.replays > 6
 
 
@@ -377,9 +341,10 @@ def drop_out(layer):
 
 @pytest.mark.parametrize("change", [scale, drop_out, lambda layer: layer.merge()], ids=["scale", "dropout", "merged"])
 def test_adapters_that_change_are_recorded_again(change):
-    _, graphed, layers = replaying(lambda model: lora(model, dropout=0.1))
-    change(graphed.base_model.model.model.layers[1].mlp.up_proj)
-    for want in (6, 6, 12):  # noted twice, and then recorded
+    _, graphed, layers = pair(lambda model: lora(model, dropout=0.1))
+    for number, want in enumerate((0, 0, 6, 6, 6, 12)):  # noted twice, and then recorded
+        if number == 3:
+            change(graphed.base_model.model.model.layers[1].mlp.up_proj)
         backward(graphed, random_ids())
         assert RunsAgain.replays == want
     assert layers.report.endswith("2x11x32, 2x11x32")
@@ -399,12 +364,9 @@ def test_weights_that_are_added_are_recorded_too():
     for model in (plain, graphed):
         model.model.layers[1].self_attn.o_proj = WithOffset(model.model.layers[1].self_attn.o_proj)
     before = RunsAgain.replays
-    for number in range(6):
-        ids = random_ids()
-        if number == 3:  # after which the gradients of replays accumulate
-            plain.zero_grad(), graphed.zero_grad()
-        backward(plain, ids), backward(graphed, ids)
-        assert_same_gradients(plain, graphed)
+    train(plain, graphed, 11, 11, 11)
+    plain.zero_grad(), graphed.zero_grad()  # after which the gradients of replays accumulate
+    train(plain, graphed, 11, 11, 11)
     assert RunsAgain.replays == before + 24
 
 
@@ -446,8 +408,7 @@ def test_distributed_data_parallel(change, as_views):
             assert_same_gradients(plain, graphed)
             for optimizer in optimizers:
                 optimizer.step()
-        for want, got in zip(plain.parameters(), graphed.parameters(), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(list(graphed.parameters()), list(plain.parameters()), rtol=1e-4, atol=1e-5)
         assert RunsAgain.replays == 60
     finally:
         dist.destroy_process_group()
@@ -460,6 +421,163 @@ def test_checkpointed_layers_in_graphs_lose_no_bit():
         ids = random_ids()
         losses.append((backward(plain, ids).item(), [backward(graphed, ids).item() for _ in range(4)]))
     assert all(graphed == [one] * 4 for one, graphed in losses)
+
+
+# What layers may do with what they are called with, and still replay as they run.
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.others = torch.nn.Linear(4, 4), []
+
+    def forward(self, x, scale):
+        return self.linear(x) * scale
+
+
+class Chain(torch.nn.Module):
+    """Layers that are called as `walk(layers, x, number of the pass)` says."""
+
+    def __init__(self, layer, walk):
+        super().__init__()
+        self.layers, self.walk = torch.nn.ModuleList(layer() for _ in range(3)), walk
+        self.config, self.number = LlamaConfig(num_hidden_layers=3), 0
+
+    def forward(self, x):
+        self.number += 1
+        return self.walk(self.layers, x, self.number)
+
+
+def by_half(layers, x, number):
+    for layer in layers:
+        x = layer(x, 0.5)
+    return x
+
+
+def compare_chains(layer, walk=by_half, change=lambda chain: None, passes=5):
+    """Train a chain as it is and one in graphs: values and gradients are equal. Returns what is reported."""
+    chains = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        chains.append(Chain(layer, walk).train())
+        change(chains[-1])
+    layers = GraphedLayers(chains[1], recorder=RunsAgain)
+    for _ in range(passes):
+        x = torch.randn(2, 5, 4)
+        values = [chain(x) for chain in chains]
+        torch.testing.assert_close(values[1], values[0])
+        for value in values:
+            value.float().square().sum().backward()
+        for want, got in zip(*(chain.parameters() for chain in chains), strict=True):
+            torch.testing.assert_close(got.grad, want.grad)
+    return layers.report
+
+
+@pytest.mark.parametrize("other", [torch.add, lambda one, index: one.mT.contiguous().mT], ids=["value", "strides"])
+def test_one_tensor_for_all_layers_may_become_several(other):
+    def walk(layers, x, number):
+        one = x.square()
+        for index, layer in enumerate(layers):
+            x = layer(x, one if number < 5 else other(one, index))
+        return x
+
+    compare_chains(Scaled, walk, passes=7)
+    assert RunsAgain.replays >= 6
+
+
+class Writes(Scaled):
+    def forward(self, x, shared):
+        shared.setdefault("first", x.square())
+        return super().forward(x, shared["first"])
+
+
+class Returns(Scaled):
+    def forward(self, x, scale):
+        return self.linear(x), object()
+
+
+class Leaps(Scaled):
+    """Leaves a part out at random, as LoKr's module_dropout does."""
+
+    def forward(self, x, scale):
+        random.seed(int(x.detach().abs().sum() * 1000))
+        return super().forward(x, scale if random.random() < 0.5 else 1.0)
+
+
+class ComputesWith(Scaled):
+    """Computes with a weight that another module holds."""
+
+    def forward(self, x, scale):
+        return super().forward(x, scale) * self.others[0]
+
+
+def into_one(layers, x, number):
+    shared = {}
+    for layer in layers:
+        x = layer(x, shared)
+    return x
+
+
+def first_of(layers, x, number):
+    for layer in layers:
+        x, _ = layer(x, 1.0)
+    return x
+
+
+def with_weight(chain, checkpointing=False):
+    chain.scale = torch.nn.Parameter(torch.ones(4))
+    for layer in chain.layers:
+        layer.others.append(chain.scale)
+        layer.gradient_checkpointing = checkpointing
+
+
+@pytest.mark.parametrize(
+    ("layer", "walk", "change", "reason"),
+    [
+        (Writes, into_one, lambda chain: None, "a layer writes into its arguments"),
+        (Returns, first_of, lambda chain: None, "a layer gets a object"),
+        (Leaps, by_half, lambda chain: None, "a layer draws random numbers on the host"),
+        (ComputesWith, by_half, with_weight, "a layer computes with weights that are not its own"),
+        (ComputesWith, by_half, lambda chain: with_weight(chain, True), "with weights that are not its own"),
+    ],
+    ids=["writes", "returns", "draws", "others' weights", "others' weights, checkpointing"],
+)
+def test_layers_that_do_more_run_as_they_are(layer, walk, change, reason):
+    report = compare_chains(layer, walk, change)
+    assert report.startswith("CUDA graphs: none for the student: ") and report.endswith(reason)
+
+
+class Looks(torch.autograd.Function):
+    """Looks whether autocast is on in its backward."""
+
+    seen = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Looks.seen.append(torch.is_autocast_enabled("cpu"))
+        return gradient
+
+
+class InFp32(Scaled):
+    """Computes in fp32 within autocast, as routers do."""
+
+    def forward(self, x, scale):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(Looks.apply(x.float()), scale)
+
+
+def test_backward_is_recorded_without_autocast():
+    def walk(layers, x, number):
+        with torch.autocast("cpu", torch.bfloat16):
+            return by_half(layers, x, number)
+
+    compare_chains(InFp32, walk)
+    assert RunsAgain.replays == 18
+    assert Looks.seen and not any(Looks.seen)
 
 
 def test_replays_on_another_stream_wait_for_those_before(monkeypatch):

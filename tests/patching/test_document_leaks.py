@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 import transformers
-from families import VOCAB, build
+from families import build
 from packed import documents, packed
-from tiny import spread_weights, tiny_model
+from tiny import tiny_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -16,22 +16,15 @@ from liger_trainer.errors import ConfigError
 from liger_trainer.patching.options import PatchReport
 from liger_trainer.patching.packing.document_leaks import PackedRows, leak, read_packed_rows
 from liger_trainer.patching.packing.packed_attention import pack_attention
+from liger_trainer.patching.packing.ulysses import obstacle_to_slices
 
 LENGTHS = (5, 9, 2, 12)  # the windows of these families are of 8 tokens
-TINY = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
-}  # fmt: skip
-HYBRIDS = {
-    "falcon_h1": ("FalconH1Config", {**TINY, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16,
-                                     "mamba_d_state": 8, "mamba_n_groups": 1}),
-    "lfm2": ("Lfm2Config", {**TINY, "layer_types": ["conv", "full_attention"]}),
-    "mamba2": ("Mamba2Config", {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8,
-                                "head_dim": 16, "state_size": 8, "n_groups": 1, "expand": 2}),
-    "zamba2": ("Zamba2Config", {**TINY, "num_hidden_layers": 3, "layers_block_type": ["mamba", "mamba", "hybrid"],
-                                "n_mamba_heads": 8, "mamba_d_state": 8, "mamba_headdim": 16, "num_mem_blocks": 1}),
-}  # fmt: skip
+HYBRIDS = {  # what a tiny one of the family needs
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_n_groups": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2},
+    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "mamba", "hybrid"]},
+}
 GUARD = "can't keep packed sequences apart"
 
 
@@ -68,6 +61,10 @@ def with_every_layer(model_type, class_name):
         pass
     model = build(model_type, class_name, **overrides)
     return build(model_type, class_name) if isinstance(model, str) else model
+
+
+def tiny(family):
+    return build(family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family], **HYBRIDS.get(family, {}))
 
 
 def judged(model, by_lengths):
@@ -113,10 +110,7 @@ def test_every_family_is_judged_as_measured():
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("by_lengths", [False, True])
 def test_hybrids_are_judged_as_measured(name, by_lengths):
-    config, options = HYBRIDS[name]
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**options))
-    assert judged(spread_weights(model).eval(), by_lengths) == ""
+    assert judged(tiny(name), by_lengths) == ""
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "mixtral", "granite"])
@@ -126,19 +120,16 @@ def test_attention_is_judged_as_measured(family):
     assert judged(model, by_lengths=True) == ""
 
 
-@pytest.mark.parametrize("config", ["GptOssConfig", "OPTConfig"])
-def test_masks_without_positions_are_read_by_lengths_alone(config):
+@pytest.mark.parametrize("family", ["gpt_oss", "opt"])
+def test_masks_without_positions_are_read_by_lengths_alone(family):
     """Their own attention would let documents see one another, under PyTorch's implementations without a word."""
-    options = {**TINY, "num_local_experts": 2, "num_experts_per_tok": 1, "ffn_dim": 64, "word_embed_proj_dim": 64}
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**options))
-    model = spread_weights(model).eval()
+    model = tiny(family)
     assert measured(model) == "leaks" and "ignores positions" in leak(model, by_lengths=False)
     assert judged(model, by_lengths=True) == "" and leak(model, by_lengths=True) is None
 
 
 def test_the_error_names_the_layers_and_what_to_set():
-    model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**HYBRIDS["lfm2"][1]))
+    model = tiny("lfm2")
     with pytest.raises(ConfigError, match=r"Lfm2ForCausalLM: documents .* type conv .*`packing: false`"):
         read_packed_rows(model, None, PackedRows())
     read_packed_rows(model, None, None)
@@ -146,7 +137,7 @@ def test_the_error_names_the_layers_and_what_to_set():
 
 
 def test_layers_whose_kernels_are_in_place_are_let_through(monkeypatch):
-    model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**HYBRIDS["lfm2"][1]))
+    model = tiny("lfm2")
     place = sys.modules[type(model).__module__]
     guarded = [n for n, f in vars(place).items() if hasattr(f, "__code__")
                and "is_new_implementation" in f.__code__.co_freevars]  # fmt: skip
@@ -180,3 +171,28 @@ def test_an_attention_of_one_s_own_is_trusted_where_the_user_says_so():
     assert leak(model, by_lengths=False, trusted=True) is None
     Own.__module__ = "transformers.models.own"
     assert "interface" in leak(model, by_lengths=False, trusted=True)
+
+
+# Slices of rows, on several GPUs. The exchange itself: tests/engines
+
+
+@pytest.mark.parametrize("model, words", [
+    (lambda: tiny_model("llama"), None),
+    (lambda: tiny_model("llama", attn_implementation="eager"), "is eager"),
+    (lambda: tiny_model("gemma3"), "windows of its attention (sliding_attention)"),
+    (lambda: tiny("lfm2"), "layers of type conv"),
+])  # fmt: skip
+def test_obstacles(model, words):
+    reason = obstacle_to_slices(model())
+    assert reason is None if words is None else words in reason
+
+
+@pytest.mark.parametrize("window, kinds, refused", [
+    (8, ["sliding_attention"] * 2, False),  # flash attention is told the window beside the mask
+    (None, ["chunked_attention", "full_attention"], True),
+])  # fmt: skip
+def test_windows_by_flash_attention(window, kinds, refused):
+    model = tiny_model("qwen3")
+    model.config.layer_types, model.config.sliding_window = kinds, window
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert (obstacle_to_slices(model) is not None) is refused

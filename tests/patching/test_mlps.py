@@ -119,11 +119,9 @@ MLPS = {
     "multipliers of 1": (lambda: FalconH1MLP(config()), "SwiGLU"),
     "dropout of 0": (lambda: seed_oss(0.0), "SwiGLU"),
     "clamped": (lambda: ClampedMLP(), "SwiGLU"),
-    "clamped, packed": (
-        lambda: MiniMaxM3VLDenseMLP(config(swiglu_alpha=1.7, swiglu_limit=0.7, dense_intermediate_size=INNER)),
-        "SwiGLU",
-    ),
-}
+    "clamped, packed": (lambda: MiniMaxM3VLDenseMLP(config(swiglu_alpha=1.7, swiglu_limit=0.7,
+     dense_intermediate_size=INNER)), "SwiGLU"),
+}  # fmt: skip
 OPTIONS = {"SwiGLU": "swiglu", "GEGLU": "geglu", "ReLU2": "relu2", "GELU MLP": "gelu"}
 
 
@@ -234,10 +232,8 @@ def rounding(self, gate, up):
 
 
 REFUSED = {
-    "clamp": (
-        otherwise(lambda self, gate, up: self.act(gate.clamp(max=50)) * up.clamp(-50, 50)),
-        "it is not down(act(gate) * up) with act one of silu, gelu_tanh, gelu",
-    ),
+    "clamp": (otherwise(lambda self, gate, up: self.act(gate.clamp(max=50)) * up.clamp(-50, 50)),
+     "it is not down(act(gate) * up) with act one of silu, gelu_tanh, gelu"),
     "softcap": (otherwise(lambda self, gate, up: 30 * torch.tanh(Base.middle(self, gate, up) / 30)), "it is not"),
     "multiplier": (otherwise(lambda self, gate, up: self.act(gate * 1.01) * up), "it is not"),
     "a multiplier of a real family": (lambda: FalconH1MLP(config(mlp_multipliers=[0.5, 1.0])), "it is not"),
@@ -249,16 +245,14 @@ REFUSED = {
     "dropout of a real family": (lambda: seed_oss(0.1), "it drops out elements in training"),
     "rounding in training": (otherwise(rounding), "it is not"),
     "another gradient": (otherwise(lambda self, gate, up: self.act(gate.detach()) * up), "it is not"),
-    "the weight without its layer": (
-        changed(Base, forward=lambda self, x: F.linear(self.middle(self.gate(x), self.up(x)), self.down.weight)),
-        "it is not",
-    ),
+    "the weight without its layer": (changed(Base, forward=lambda self, x: F.linear(self.middle(self.gate(x),
+     self.up(x)), self.down.weight)), "it is not"),
     "fp32 out of bf16": (changed(Base, forward=lambda self, x: Base.forward(self, x).float()), "it is not"),
     "sub-norm": (lambda: BitNetMLP(config(hidden_act="relu2")), "it has more than its linear layers: ffn_sub_norm"),
     "parameters": (lambda: base_with(scale=nn.Parameter(torch.ones(1))), "it has more than its linear layers: scale"),
     "hooks": (hooked, "its act has hooks or another forward, which would not be called"),
     "replaced": (lambda: base_with(forward=lambda x: x), "its forward has been replaced"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -288,10 +282,9 @@ HOOKS = {  # how a hook is put on a module; it doubles what it is given
     "forward pre": lambda m, seen: m.register_forward_pre_hook(lambda module, x: seen.append(m) or (x[0] * 2,)),
     "backward": lambda m, seen: m.register_full_backward_hook(lambda module, d_x, _: seen.append(m) or (d_x[0] * 2,)),
     "backward pre": lambda m, seen: m.register_full_backward_pre_hook(lambda module, d: seen.append(m) or (d[0] * 2,)),
-    "all modules'": lambda m, seen: nn.modules.module.register_module_forward_hook(
-        lambda module, inputs, out: (seen.append(m) or out * 2) if module is m else None
-    ),
-}
+    "all modules'": lambda m, seen: nn.modules.module.register_module_forward_hook(lambda module, inputs,
+     out: (seen.append(m) or out * 2) if module is m else None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -323,8 +316,8 @@ def test_what_another_part_computes_is_passed_over():
     assert report.swapped == {"SwiGLU": 1} and "forward" not in vars(model[0])
 
 
-def experts(implementation="grouped_mm", kind=MixtralExperts, **options):
-    settings = MixtralConfig(hidden_size=H, intermediate_size=INNER, num_local_experts=4, **options)
+def experts(implementation="grouped_mm", kind=MixtralExperts, config=MixtralConfig, **options):
+    settings = config(hidden_size=H, intermediate_size=INNER, num_local_experts=4, **options)
     settings._experts_implementation = implementation
     torch.manual_seed(0)
     module = kind(settings)
@@ -377,7 +370,7 @@ EXPERTS = {
     "gelu": (lambda: experts(hidden_act="gelu"), "GEGLU"),
     "tanh": (lambda: experts("batched_mm", hidden_act="gelu_pytorch_tanh"), "GEGLU"),
     "up first": (lambda: experts(kind=changed(MixtralExperts, _apply_gate=up_first)), "SwiGLU"),
-    "gpt-oss": (lambda: gpt_oss(), "SwiGLU"),
+    "gpt-oss": (lambda: experts(kind=GptOssExperts, config=GptOssConfig), "SwiGLU"),
     "clamped": (lambda: limited(_apply_gate=clamped_to_limits), "SwiGLU"),
 }
 
@@ -402,16 +395,6 @@ class LoopExperts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.zeros(4, 2 * INNER, H))
         self.down_proj = nn.Parameter(torch.zeros(4, H, INNER))
-
-
-def gpt_oss():
-    settings = GptOssConfig(hidden_size=H, intermediate_size=INNER, num_local_experts=4)
-    settings._experts_implementation = "grouped_mm"
-    torch.manual_seed(0)
-    module = GptOssExperts(settings)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return module
 
 
 def with_another_gate():
@@ -462,11 +445,7 @@ def test_an_activation_replaced_after_the_patch_takes_effect(family):
 
 
 def test_an_activation_of_experts_replaced_after_the_patch_takes_effect():
-    config = MixtralConfig(
-        hidden_size=H, intermediate_size=INNER, num_local_experts=2, experts_implementation="grouped_mm"
-    )
-    experts: Any = MixtralExperts(config)
-    patch_experts(nn.ModuleList([experts]), PatchOptions(), Replacements(), PatchReport("experts"))
-    assert "_apply_gate" in vars(experts)
-    packed, experts.act_fn = torch.randn(3, 2 * INNER), nn.Tanh()
-    torch.testing.assert_close(experts._apply_gate(packed), type(experts)._apply_gate(experts, packed))
+    ours: Any = swapped(patch_experts, experts())[0]
+    assert "_apply_gate" in vars(ours)
+    packed, ours.act_fn = torch.randn(3, 2 * INNER), nn.Tanh()
+    torch.testing.assert_close(ours._apply_gate(packed), type(ours)._apply_gate(ours, packed))

@@ -15,15 +15,19 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Unwei
 from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaWeightlessRMSNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.patching import structure
 from liger_trainer.patching.layers import norms
+from liger_trainer.patching.layers.gated_norms import KIND, patch_gated_norms
 from liger_trainer.patching.layers.norms import patch_norms, prove_norm
 from liger_trainer.patching.options import PatchOptions, PatchReport
 
@@ -84,7 +88,7 @@ def test_values_dtypes_and_gradients_are_the_layers_own(name, width, dtypes, aut
         return  # torch takes none
     truth = run(copy.deepcopy(own).double(), x.double())
     floor = 3e-5 if x_dtype == FP32 and not autocast else 1e-2
-    for got, want, true in zip(run(ours, x, autocast), run(own, x, autocast), truth, strict=True):
+    for got, want, true in zip(*(run(each, x, autocast=autocast) for each in (ours, own)), truth, strict=True):
         assert got.dtype == want.dtype
         assert (got - true).norm() <= 2 * (want - true).norm() + floor * (true.norm() + (width < H))
     if x_dtype == BF16 and width == H and not autocast:  # the same roundings in the same order, but for a few
@@ -116,7 +120,7 @@ def test_nemotron_narrows_under_autocast_as_its_own_forward_does():
     x = torch.randn(9, H)
     torch.set_autocast_enabled("cuda", True)  # what its forward asks for, on any device
     try:
-        got, want = run(ours, x, True), run(own, x, True)
+        got, want = run(ours, x, autocast=True), run(own, x, autocast=True)
     finally:
         torch.set_autocast_enabled("cuda", False)
     assert got[0].dtype == BF16
@@ -181,24 +185,16 @@ REFUSED = {
     "eps forgotten": (otherwise(lambda self, x: x.float() * torch.rsqrt(square(x))), "values differ"),
     "one per cent more": (otherwise(lambda self, x: 1.01 * Base.normed(self, x)), "values differ"),
     "groups": (otherwise(lambda self, x: Base.normed(self, x.unflatten(-1, (2, -1))).flatten(-2)), "values differ"),
-    "mean square in bf16": (
-        otherwise(lambda self, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)),
-        "values differ.* in torch.bfloat16",
-    ),
+    "mean square in bf16": (otherwise(lambda self, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)),
+     "values differ.* in torch.bfloat16"),
     "rstd in bf16": (DeepseekV4UnweightedRMSNorm, "values differ.* in torch.bfloat16"),
-    "rstd without gradient": (
-        otherwise(lambda self, x: x.float() * torch.rsqrt(square(x) + self.eps).detach()), "gradients differ",
-    ),
-    "normed without gradient": (
-        otherwise(lambda self, x: torch.no_grad()(Base.normed)(self, x)), "gradients differ",
-    ),
-    "fp32 out of bf16": (
-        changed(Base, forward=lambda self, x: self.weight * self.normed(x)),
-        "it returns torch.float32 where torch.bfloat16",
-    ),
-    "noise in training": (
-        otherwise(lambda self, x: Base.normed(self, x) * (1 + 0.1 * torch.randn(()) * self.training)), "values differ",
-    ),
+    "rstd without gradient": (otherwise(lambda self, x: x.float() * torch.rsqrt(square(x) + self.eps).detach()),
+     "gradients differ"),
+    "normed without gradient": (otherwise(lambda self, x: torch.no_grad()(Base.normed)(self, x)), "gradients differ"),
+    "fp32 out of bf16": (changed(Base, forward=lambda self, x: self.weight * self.normed(x)),
+     "it returns torch.float32 where torch.bfloat16"),
+    "noise in training": (otherwise(lambda self, x: Base.normed(self,
+     x) * (1 + 0.1 * torch.randn(()) * self.training)), "values differ"),
     "fails": (changed(Base, forward=failing), "RuntimeError: a message of several lines"),
     "gated": (lambda: Qwen3NextRMSNormGated(H), "it takes hidden_states, gate, where a norm has one input"),
     "torch's GroupNorm": (lambda: nn.GroupNorm(4, H), "fails on a miniature|values differ"),
@@ -284,3 +280,88 @@ def test_a_buffer_that_the_layer_does_not_use_is_no_weight():
     x = torch.randn(3, H)
     own.weight.fill_(2.0)
     torch.testing.assert_close(ours(x), own(x))
+
+
+# Norms with a gate
+
+GH = 24
+GATED = {
+    "qwen3-next": lambda: Qwen3NextRMSNormGated(GH),
+    "qwen3.5": lambda: Qwen3_5RMSNormGated(GH, 1e-3),
+    "sigmoid": lambda: KimiLinearRMSNormGated(GH, 1e-5),
+    "gate first, groups": lambda: Zamba2RMSNormGated(GH, 8, 1e-5),
+    "gate first, one group": lambda: Zamba2RMSNormGated(GH, GH, 1e-5),
+}
+
+
+def both_parts(*how):
+    patch_gated_norms(*how)
+    patch_norms(*how)
+
+
+def gated(module, **options):
+    return swapped(both_parts, module, **options)
+
+
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize(("dtype", "weights"), [(FP32, FP32), (BF16, BF16), (BF16, FP32)], ids=str)
+def test_gated_norms_compute_what_the_layers_did(name, dtype, weights):
+    own = layer(GATED[name])
+    ours, report = gated(own)
+    assert report.swapped == {KIND: 1} and not report.left_alone
+    assert not gated(own, rms_norm=False)[1].swapped
+    x, gate = torch.randn(2, 2, 7, GH).to(dtype)
+    for got, want in zip(*(run(each.to(weights), x, gate) for each in (ours, own)), strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, **({} if dtype == FP32 else {"rtol": 2e-2, "atol": 6e-2}))
+    if "gate first" in name:  # without a gate the layer's own forward runs
+        for how in ({}, {"gate": None}):
+            torch.testing.assert_close(ours(x, **how), own(x, **how), rtol=0, atol=0)
+
+
+def gate_of_gelu(self, hidden_states, gate):
+    return Qwen3NextRMSNormGated.forward(self, hidden_states, gate) * 0 + F.gelu(gate) * hidden_states
+
+
+def one_percent(self, hidden_states, gate):
+    return Qwen3NextRMSNormGated.forward(self, hidden_states, gate) * 1.01
+
+
+def detached(self, hidden_states, gate):
+    return Qwen3NextRMSNormGated.forward(self, hidden_states, gate.detach())
+
+
+def replaced_gated():
+    module = Qwen3NextRMSNormGated(GH)
+    module.forward = lambda hidden_states, gate: hidden_states
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: changed(Qwen3NextRMSNormGated, forward=gate_of_gelu)(GH), "its values differ"),
+        (lambda: changed(Qwen3NextRMSNormGated, forward=one_percent)(GH), "its values differ"),
+        (lambda: changed(Qwen3NextRMSNormGated, forward=detached)(GH), "gradients differ"),
+        (replaced_gated, "its forward has been replaced"),
+    ],
+)
+def test_gated_norms_that_compute_something_else_are_left_alone(make, reason):
+    report = gated(make())[1]
+    assert not report.swapped and [reason in each for each in report.left_alone.values()] == [True]
+
+
+def of_all_columns(self, hidden_states, gate=None):
+    own, self.group_size = self.group_size, GH
+    try:
+        return Zamba2RMSNormGated.forward(self, hidden_states, gate)
+    finally:
+        self.group_size = own
+
+
+def test_groups_are_read_from_what_the_layer_computes():
+    """Of a layer with groups of 8 columns that normalises all of them, all are normalised together."""
+    ours, report = gated(layer(lambda: changed(Zamba2RMSNormGated, forward=of_all_columns)(GH, 8)))
+    assert report.swapped == {KIND: 1}
+    x, gate = torch.randn(2, 5, GH)
+    torch.testing.assert_close(ours(x, gate), layer(lambda: Zamba2RMSNormGated(GH, GH))(x, gate))

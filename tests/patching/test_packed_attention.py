@@ -50,25 +50,31 @@ def one_by_one(model, rows, **how):
 
 
 @pytest.mark.parametrize(
-    "family, options",
+    "family, options, how",
     [
-        ("llama", {}),
-        ("qwen3", {}),  # norms of queries and keys, fewer key heads
-        ("qwen3", {"attn_implementation": "eager"}),
-        ("gemma3", {}),  # windows
-        ("gemma2", {}),  # softcapping and windows, eager
-        ("gpt_oss", {}),  # sinks and windows; its mask does not read positions
-        ("mixtral", {"output_router_logits": False}),
+        *((*case, how) for how in ("lengths", "positions") for case in (
+            ("llama", {}),
+            ("qwen3", {}),  # norms of queries and keys, fewer key heads
+            ("qwen3", {"attn_implementation": "eager"}),
+            ("gemma3", {}),  # windows
+            ("gemma2", {}),  # softcapping and windows, eager
+            ("gpt_oss", {}),  # sinks and windows; its mask does not read positions
+            ("mixtral", {"output_router_logits": False}),
+        )),
+        ("gemma3", {}, {"use_reentrant": False}),
+        ("gemma3", {}, {"use_reentrant": True}),
     ],
-)
-@pytest.mark.parametrize("how", ["lengths", "positions"])
+)  # fmt: skip
 def test_loss_and_gradients_are_those_of_documents_one_by_one(family, options, how):
+    """By their lengths, by positions that start anew, and where checkpointing recomputes them."""
     model, untouched, report = packing(family, **options)
     assert report.swapped == {"packed attention": 1}
     rows = documents(LENGTHS, VOCAB - 5)
     batch = packed(rows)
     if how == "positions":
         batch = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+    elif how != "lengths":
+        model.train().gradient_checkpointing_enable(how)
     want = one_by_one(untouched, rows)
     truth = named_gradients(untouched, want)
     with SquareTensors(sum(LENGTHS)) as squares:
@@ -86,17 +92,19 @@ def test_the_watch_sees_the_mask_that_sdpa_makes():
     assert squares.operations
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_operation_of_gpus_is_called_as_it_is_defined(monkeypatch, family, rows):
-    """Layout, lengths, window and scale; the operation itself runs on GPUs alone."""
-    monkeypatch.setattr(flash, "FLASH", flash_by_definition)
-    monkeypatch.setattr(flash, "serves", lambda *_: True)
+@pytest.mark.parametrize("by", ["flash", "sdpa"])
+def test_rows_of_documents_are_the_documents(monkeypatch, family, rows, by):
+    """Positions that start anew, without lengths. By flash: the operation of GPUs is called as it is defined (layout,
+    lengths, window and scale); the operation itself runs on GPUs alone, and knows no sinks."""
+    if by == "flash" and family != "gpt_oss":
+        monkeypatch.setattr(flash, "FLASH", flash_by_definition)
+        monkeypatch.setattr(flash, "serves", lambda *_: True)
     model, untouched, _ = packing(family)
     each = documents((5, 11, 1, 14, 17, 14), VOCAB - 5, seed=7)
     positions = torch.cat([torch.arange(len(row)) for row in each]).view(rows, -1)
-    ids = torch.cat(each).view(rows, -1)
-    got = model(ids, position_ids=positions, use_cache=False).logits
+    got = model(torch.cat(each).view(rows, -1), position_ids=positions, use_cache=False).logits
     want = torch.cat([untouched(row[None], use_cache=False).logits[0] for row in each])
     torch.testing.assert_close(got.flatten(0, 1), want, rtol=1e-9, atol=1e-9)
 
@@ -111,18 +119,6 @@ def test_a_changed_document_moves_no_other(family):
         after = model(**packed(others), use_cache=False).logits.split(LENGTHS, 1)
         moved = [(a - b).abs().max() > 1e-9 for a, b in zip(before, after, strict=True)]
         assert moved == [i == changed for i in range(len(rows))]
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
-def test_several_rows_of_documents(family):
-    """Positions that start anew, in rows of one length, without lengths."""
-    model, untouched, _ = packing(family)
-    rows = documents((5, 9, 10, 4), VOCAB - 5, seed=1)
-    ids = torch.cat(rows).view(2, 14)
-    positions = torch.cat([torch.arange(len(row)) for row in rows]).view(2, 14)
-    got = model(ids, position_ids=positions, use_cache=False).logits
-    want = torch.cat([untouched(row[None], use_cache=False).logits[0] for row in rows]).view_as(got)
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2", "gpt_oss"])
@@ -204,16 +200,6 @@ def test_lengths_are_computed_once_a_batch(monkeypatch):
     assert len(calls) <= 2  # one for each kind of layer
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_recomputes_the_same(reentrant):
-    model, untouched, _ = packing("gemma3")
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.train()
-    rows = documents(LENGTHS, VOCAB - 5)
-    truth = named_gradients(untouched, one_by_one(untouched, rows))
-    assert_same_gradients(named_gradients(model, model(**packed(rows), use_cache=False).loss), truth, 1e-5)
-
-
 def test_undo_gives_the_implementation_back_and_nothing_saves_it(tmp_path):
     model = tiny_model("llama")
     before = vars(model.config).copy()
@@ -286,16 +272,23 @@ def test_masks_that_say_more_are_made_as_before():
 @pytest.mark.parametrize(
     "sizes",
     [
+        {"q_length": 6, "kv_length": 6},  # what an eager model reads where a row proves to be one document
         {"q_length": 6, "kv_length": 9},  # a cache of fixed size
         {"q_length": 6, "kv_length": 6, "q_offset": 3},
         {"q_length": 6, "kv_length": 6, "q_offset": torch.tensor(0)},
         {"q_length": 1, "kv_length": 1},
     ],
+    ids=str,
 )
-def test_masks_beside_earlier_keys_are_made_as_before(name, sizes):
+def test_masks_are_made_as_before(name, sizes):
     how = {"batch_size": 2, "dtype": torch.float64, "device": "cpu", "local_size": 3, **sizes,
            "mask_function": masking_utils.sliding_window_causal_mask_function(3)}  # fmt: skip
     got, want = (ALL_MASK_ATTENTION_FUNCTIONS[each](**how) for each in (NAMES[name], name))
+    waits = isinstance(got, DocumentMask)
+    assert waits == (sizes == {"q_length": 6, "kv_length": 6})
+    if waits:
+        assert got.window == 3
+        got = got.tensor
     assert (got is None and want is None) or torch.equal(got, want)
 
 
@@ -334,16 +327,6 @@ def test_every_layer_of_a_model_is_served():
     assert model.config.vision_config._attn_implementation == "sdpa" == model.config._attn_implementation
     rows = documents((5, 11), 40)
     torch.testing.assert_close(model(**packed(rows), use_cache=False).loss, one_by_one(untouched, rows))
-
-
-@pytest.mark.parametrize("name", ["sdpa", "eager"])
-def test_the_former_mask_is_the_one_of_transformers(name):
-    """What an eager model reads where a row proves to be one document."""
-    how = {"batch_size": 2, "q_length": 6, "kv_length": 6, "dtype": torch.float64, "device": "cpu",
-           "mask_function": masking_utils.sliding_window_causal_mask_function(3), "local_size": 3}  # fmt: skip
-    mask = ALL_MASK_ATTENTION_FUNCTIONS[NAMES[name]](**how)
-    assert isinstance(mask, DocumentMask) and mask.window == 3
-    assert torch.equal(mask.tensor, ALL_MASK_ATTENTION_FUNCTIONS[name](**how))
 
 
 def test_bounds_of_a_pass_in_inference_mode_serve_a_training():

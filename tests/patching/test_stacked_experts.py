@@ -2,15 +2,16 @@
 
 import copy
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from families import build
-from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from quick_cases import slow_but
-from tiny import assert_same_gradients, completions, masked_batch, named_gradients, tiny_tokenizer, train_args
+from steps import ADAPTER_STATES, adapted, assert_same_step, lora
+from tiny import completions, masked_batch, tiny_tokenizer, train_args
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -30,18 +31,21 @@ def tiny(family: str = "qwen3_moe", experts: str = "grouped_mm", **overrides: An
 
 
 def wrapped(model: Any, parameters: list[str] = BOTH, **options: Any) -> Any:
-    torch.manual_seed(1)
-    given = {"r": 3, "lora_alpha": 5, "target_modules": ["o_proj"], "init_lora_weights": False, **options}
-    return get_peft_model(model, LoraConfig(target_parameters=parameters, **given)).train()
+    return adapted(model, **{"target_parameters": parameters, "target_modules": ["o_proj"], **options})
+
+
+def experts_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+
+
+def train_weights(model: Any, end: str) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith(end):
+            parameter.requires_grad_()
 
 
 def assert_same(patched: Any, plain: Any) -> None:
-    batch = masked_batch()
-    losses = [model(**batch).loss for model in (patched, plain)]
-    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
-    if losses[1].requires_grad:
-        want = named_gradients(plain, losses[1])
-        assert_same_gradients(named_gradients(patched, losses[0]), want)
+    assert_same_step(patched, plain)
 
 
 @pytest.fixture
@@ -63,20 +67,18 @@ FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "granitemoe", "aria_text", "g
 @pytest.mark.parametrize(
     ("family", "implementation"),
     [
-        *(
-            pytest.param(family, "grouped_mm", marks=[pytest.mark.slow] * (family not in ("deepseek_v3", "aria_text")))
-            for family in FAMILIES
-        ),
+        *(pytest.param(family, "grouped_mm", marks=[pytest.mark.slow] * (family not in ("deepseek_v3",
+         "aria_text"))) for family in FAMILIES),
         ("qwen3_moe", "eager"),
         ("gpt_oss", "batched_mm"),
     ],
-)
+)  # fmt: skip
 def test_adapters_on_both(family, implementation, merges):
     plain, ours = (wrapped(tiny(family, implementation)) for _ in range(2))
-    if not any(isinstance(m, ParamWrapper) for m in ours.modules()):
+    if not wrappers_of(ours):
         pytest.skip("this transformers has its experts elsewhere")
     report = patch(ours).report
-    assert report.swapped["LoRA experts"] == sum(isinstance(m, ParamWrapper) for m in ours.modules()) // 2 > 0
+    assert report.swapped["LoRA experts"] == len(wrappers_of(ours)) // 2 > 0
     assert not report.left_alone
     loss = ours(**masked_batch()).loss
     loss.backward()
@@ -99,45 +101,38 @@ def test_adapters_on_some(options):
     assert_same(ours, plain)
 
 
-def set_both(model: Any) -> None:
-    model.base_model.set_adapter(["default", "other"])
+def hook(modules: list[Any]) -> None:
+    for module in modules:
+        module.register_forward_hook(lambda *_: None)
 
 
-STATES = {
-    "the first of two": (lambda model: model.set_adapter("default"), False),
-    "the second of two": (lambda model: model.set_adapter("other"), False),
-    "both": (set_both, False),
-    "disabled": (lambda model: model.base_model.disable_adapter_layers(), False),
-    "merged": (lambda model: model.base_model.merge_adapter(), False),
-    "merged and taken apart": (lambda model: [model.base_model.merge_adapter(), model.base_model.unmerge_adapter()],
-                               False),
-    "rescaled": (lambda m: [x.scale_layer(0.3) for x in m.modules() if hasattr(x, "scale_layer")], False),
-    "trained experts": (lambda m: [p.requires_grad_() for n, p in m.named_parameters() if n.endswith("down_proj")],
-                        True),
-    "hooked experts": (lambda m: [x.register_forward_hook(lambda *_: None) for n, x in m.named_modules()
-                                  if type(x).__name__.endswith("Experts")], True),
-    "hooked adapters": (lambda m: [x.lora_A["default"].register_forward_hook(lambda *_: None) for x in m.modules()
-                                   if isinstance(x, ParamWrapper)], True),
-}  # fmt: skip
+def wrappers_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, ParamWrapper)]
+
+
+BY_PEFT: dict[str, Callable[[Any], Any]] = {
+    "trained experts": lambda model: train_weights(model, "down_proj"),
+    "hooked experts": lambda model: hook(experts_of(model)),
+    "hooked adapters": lambda model: hook([each.lora_A["default"] for each in wrappers_of(model)]),
+}
+STATES = {**ADAPTER_STATES, **BY_PEFT}
 
 
 @pytest.mark.parametrize(
-    "state", slow_but(STATES, "both", "disabled", "merged and taken apart", "trained experts", "hooked adapters")
+    "state",
+    slow_but(STATES, "both at once", "disabled", "merged and taken apart", "trained experts", "hooked adapters"),
 )
 def test_states(state, merges):
     """Switched after patching: what experts compute is decided when they are called."""
-    switch, by_peft = STATES[state]
     plain, ours = wrapped(tiny()), wrapped(tiny())
     for model in (plain, ours):
         torch.manual_seed(2)
-        model.add_adapter(
-            "other", LoraConfig(r=2, target_parameters=BOTH, target_modules=["o_proj"], init_lora_weights=False)
-        )
+        model.add_adapter("other", lora(r=2, target_parameters=BOTH, target_modules=["o_proj"]))
     patch(ours)
     for model in (plain, ours):
-        switch(model)
+        STATES[state](model)
     ours(**masked_batch())
-    assert bool(merges) == by_peft
+    assert bool(merges) == (state in BY_PEFT)
     assert_same(ours, plain)
 
 
@@ -153,7 +148,7 @@ def test_undone_and_copied():
     patched = patch(ours)
     clone = copy.deepcopy(ours.get_base_model())
     patched.undo()
-    assert not any("forward" in vars(m) for m in ours.modules() if isinstance(m, ParamWrapper))
+    assert not any("forward" in vars(m) for m in wrappers_of(ours))
     assert_same(ours, plain)
     assert_same(clone, plain.get_base_model())
 
@@ -166,13 +161,12 @@ class Eighth(nn.Module):
 
 
 def quantise(model: Any) -> Any:
-    for module in model.modules():
-        if type(module).__name__.endswith("Experts"):
-            for name in ("gate_up_proj", "down_proj"):
-                packed = (getattr(module, name).detach() * 8).round().to(torch.int8)
-                del module._parameters[name]
-                module.register_parameter(name, nn.Parameter(packed, requires_grad=False))
-                parametrize.register_parametrization(module, name, Eighth(), unsafe=True)
+    for module in experts_of(model):
+        for name in ("gate_up_proj", "down_proj"):
+            packed = (getattr(module, name).detach() * 8).round().to(torch.int8)
+            del module._parameters[name]
+            module.register_parameter(name, nn.Parameter(packed, requires_grad=False))
+            parametrize.register_parametrization(module, name, Eighth(), unsafe=True)
     return model
 
 
@@ -180,10 +174,9 @@ def test_quantised_experts():
     """A base that only its own parametrisation can unpack, as in 4 bits."""
     model = quantise(tiny().requires_grad_(False))
     want = tiny().requires_grad_(False)
-    for module in want.modules():
-        if type(module).__name__.endswith("Experts"):
-            for name in ("gate_up_proj", "down_proj"):
-                getattr(module, name).data = (getattr(module, name) * 8).round() / 8
+    for module in experts_of(want):
+        for name in ("gate_up_proj", "down_proj"):
+            getattr(module, name).data = (getattr(module, name) * 8).round() / 8
     every = [f"model.layers.{i}.mlp.experts.{name}" for i in (0, 1) for name in ("gate_up_proj", "down_proj")]
     plain, ours = wrapped(want), wrapped(model, every)  # PEFT wants whole names there
     pairs = list(zip(adapters(ours), adapters(plain), strict=True))
@@ -198,7 +191,7 @@ def test_quantised_experts():
 
 def adapters(model: Any) -> list[nn.Parameter]:
     """A and B of the experts, in one order, whichever wrapper is the outer one."""
-    wrappers = [m for m in model.modules() if isinstance(m, ParamWrapper)]
+    wrappers = wrappers_of(model)
     wrappers = [
         wrappers[i] for start in (0, 2) for i in sorted((start, start + 1), key=lambda i: wrappers[i].parameter_name)
     ]
@@ -206,21 +199,20 @@ def adapters(model: Any) -> list[nn.Parameter]:
 
 
 def other_implementation(model: Any) -> None:
-    for module in model.modules():
-        if type(module).__name__.endswith("Experts"):
-            module.config._experts_implementation = "another"
+    for module in experts_of(model):
+        module.config._experts_implementation = "another"
+
+
+def other_gate(model: Any) -> None:
+    for module in experts_of(model):
+        module._apply_gate = types.MethodType(lambda self, packed: packed, module)
 
 
 REFUSED = {
     "another implementation": (other_implementation, "the experts' implementation (another) is none of"),
-    "another gate": (
-        lambda m: [setattr(x, "_apply_gate", types.MethodType(lambda self, packed: packed, x)) for x in m.modules()
-                   if type(x).__name__.endswith("Experts")],
-        "its `_apply_gate` has been replaced",
-    ),
-    "trained": (lambda m: [p.requires_grad_() for n, p in m.named_parameters() if n.endswith("gate_up_proj")],
-                "the experts are trained too"),
-}  # fmt: skip
+    "another gate": (other_gate, "its `_apply_gate` has been replaced"),
+    "trained": (lambda model: train_weights(model, "gate_up_proj"), "the experts are trained too"),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -236,7 +228,7 @@ def test_what_is_left_to_peft_has_a_reason(case, monkeypatch):
 
 def train(cls, **options):
     args = train_args(SFTConfig, max_steps=3, max_length=12, **options)
-    peft_config = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], target_parameters=BOTH, init_lora_weights=False)
+    peft_config = lora(r=4, target_modules=["q_proj", "o_proj"], target_parameters=BOTH)
     torch.manual_seed(3)
     trainer = cls(
         tiny(), args=args, train_dataset=completions(), processing_class=tiny_tokenizer(), peft_config=peft_config
@@ -248,12 +240,10 @@ def train(cls, **options):
 RUNS = {
     "plain": ({}, 1e-5),
     "checkpointing": ({"gradient_checkpointing": True}, 1e-5),
-    "reentrant checkpointing": (
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        1e-5,
-    ),
+    "reentrant checkpointing": ({"gradient_checkpointing": True,
+     "gradient_checkpointing_kwargs": {"use_reentrant": True}}, 1e-5),
     "autocast": ({"bf16": True, "gradient_checkpointing": True}, 2e-2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("run", slow_but(RUNS, "plain", "autocast"))

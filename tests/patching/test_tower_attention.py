@@ -23,20 +23,14 @@ from liger_trainer.patching.vision import patch_tower_attention
 
 SIZES = {"hidden_size": 32, "depth": 4, "num_heads": 2, "intermediate_size": 48, "patch_size": 4, "in_channels": 3}
 TOWERS = {
-    modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel: (
-        modeling_qwen2_5_vl.Qwen2_5_VLVisionConfig,
-        {**SIZES, "out_hidden_size": 24, "window_size": 16, "fullatt_block_indexes": [1, 3]},
-    ),
-    modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel: (
-        modeling_qwen2_vl.Qwen2VLVisionConfig, {**SIZES, "embed_dim": 32, "mlp_ratio": 2, "hidden_size": 24},
-    ),
-    modeling_qwen3_vl.Qwen3VLVisionModel: (
-        modeling_qwen3_vl.Qwen3VLVisionConfig,
-        {**SIZES, "out_hidden_size": 24, "deepstack_visual_indexes": [1], "num_position_embeddings": 64},
-    ),
-    modeling_glm4v.Glm4vVisionModel: (
-        modeling_glm4v.Glm4vVisionConfig, {**SIZES, "out_hidden_size": 24, "image_size": 32, "intermediate_size": 64},
-    ),
+    modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel: (modeling_qwen2_5_vl.Qwen2_5_VLVisionConfig,
+     {**SIZES, "out_hidden_size": 24, "window_size": 16, "fullatt_block_indexes": [1, 3]}),
+    modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel: (modeling_qwen2_vl.Qwen2VLVisionConfig, {**SIZES,
+     "embed_dim": 32, "mlp_ratio": 2, "hidden_size": 24}),
+    modeling_qwen3_vl.Qwen3VLVisionModel: (modeling_qwen3_vl.Qwen3VLVisionConfig, {**SIZES, "out_hidden_size": 24,
+     "deepstack_visual_indexes": [1], "num_position_embeddings": 64}),
+    modeling_glm4v.Glm4vVisionModel: (modeling_glm4v.Glm4vVisionConfig, {**SIZES, "out_hidden_size": 24,
+     "image_size": 32, "intermediate_size": 64}),
 }  # fmt: skip
 GRIDS = torch.tensor([[1, 4, 6], [1, 8, 8], [1, 4, 4], [1, 4, 4]])  # frames, rows and columns of patches
 ENDS = [0, 24, 88, 104, 120]

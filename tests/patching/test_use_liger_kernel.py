@@ -6,24 +6,12 @@ import sys
 import pytest
 import torch
 import transformers
+import trl_runs
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from tiny import VOCAB, completions, largest_vocabulary_tensor, tiny_model, tiny_tokenizer, train_args
+from quick_cases import slow_but
+from tiny import VOCAB, largest_vocabulary_tensor, tiny_model, train_args
 from transformers import Trainer, TrainingArguments
-from trl import (
-    DistillationConfig,
-    DistillationTrainer,
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
 from trl.trainer.utils import add_fused_lm_head
 
 import liger_trainer
@@ -84,45 +72,48 @@ def assert_same_losses(got, want, rel=1e-5):
 # transformers.Trainer
 
 
-def test_a_stock_trainer_trains_the_patched_model_as_the_plain_one(capsys):
-    trainer, plain = (
-        make(eval_strategy="steps", eval_steps=1),
-        make(eval_strategy="steps", eval_steps=1, use_liger_kernel=False),
-    )
-    for t in (trainer, plain):
-        t.train()
-    assert_same_losses(trainer, plain)
+def loss_of_ones_own(outputs, labels, num_items_in_batch=None):
+    return outputs.logits.float().square().mean() * labels.ne(-100).float().mean()
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+RUNS = {
+    "evaluated": EVALUATED,
+    "accumulated": {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2},
+    "parts chosen": {"liger_kernel_config": {"rms_norm": False, "cross_entropy": True}},
+    "adapters": {"model": lambda: get_peft_model(tiny_model(), LoraConfig(target_modules="all-linear", r=4))},
+    "bf16": {"bf16": True},
+    "label smoothing": {"label_smoothing_factor": 0.2, **EVALUATED},
+    "a loss of one's own": {"arguments": {"compute_loss_func": loss_of_ones_own}, **EVALUATED},
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_stock_trainer_trains_the_patched_model_as_the_plain_one(case, capsys, monkeypatch):
+    """And no logits of a batch exist, where nobody asks for them."""
+    options, trainers = {"model": tiny_model, **RUNS[case]}, []
+    make_model = options.pop("model")
+    for flag in (False, True):
+        torch.manual_seed(0)
+        trainers.append(make(make_model(), **options, use_liger_kernel=flag))
+        if case == "bf16":
+            trainers[-1].evaluate()
+        with largest_vocabulary_tensor(monkeypatch, rows=8) as seen:
+            trainers[-1].train()
+    if case in ("evaluated", "accumulated", "adapters"):
+        assert 0 < seen.rows <= 8
+    plain, trainer = trainers
+    assert_same_losses(trainer, plain, rel=2e-2 if case == "bf16" else 1e-5)
     record = patched_record(trainer.model)
-    assert record.fused is not None and {"RMSNorm", "SwiGLU"} <= set(record.report.swapped)
     assert patched_record(plain.model) is None
     assert capsys.readouterr().out.count(f"liger-trainer: {record.report}\n") == 1
-    for got, want in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-def test_no_logits_of_a_batch_exist_in_train_or_eval(monkeypatch):
-    trainer = make(eval_strategy="steps", eval_steps=1)
-    with largest_vocabulary_tensor(monkeypatch, rows=8) as seen:
-        trainer.train()
-    assert 0 < seen.rows <= 8
-
-
-def test_accumulation_counts_the_tokens_of_the_whole_batch():
-    options = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}
-    trainer, plain = make(**options), make(**options, use_liger_kernel=False)
-    for t in (trainer, plain):
-        t.train()
-    assert_same_losses(trainer, plain)
-
-
-def test_the_config_says_what_is_replaced():
-    trainer = make(liger_kernel_config={"rms_norm": False, "cross_entropy": True})
-    trainer.train()
-    swapped = patched_record(trainer.model).report.swapped
-    assert "RMSNorm" not in swapped and swapped["cross-entropy"] == 1 and "SwiGLU" in swapped
-    plain = make(use_liger_kernel=False)
-    plain.train()
-    assert_same_losses(trainer, plain)
+    swapped, chosen = record.report.swapped, case == "parts chosen"
+    assert "SwiGLU" in swapped and ("RMSNorm" in swapped, record.fused is not None) == (not chosen, not chosen)
+    assert swapped["cross-entropy"] == chosen
+    if case != "bf16":
+        torch.testing.assert_close(
+            list(trainer.model.parameters()), list(plain.model.parameters()), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
@@ -151,17 +142,6 @@ def test_a_module_that_is_no_model_of_transformers_is_an_error():
         make(Own()).train()
 
 
-def test_a_peft_model():
-    config = LoraConfig(target_modules="all-linear", r=4)
-    trainers = []
-    for flag in (True, False):
-        torch.manual_seed(0)
-        trainers.append(make(get_peft_model(tiny_model(), config), use_liger_kernel=flag))
-        trainers[-1].train()
-    assert_same_losses(*trainers)
-    assert patched_record(trainers[0].model).fused is not None
-
-
 def test_a_model_made_anew_for_each_trial():
     made, trainers = [], []
 
@@ -178,30 +158,22 @@ def test_a_model_made_anew_for_each_trial():
     assert len(made) == 4 and patched == [made[1]] and trainers[0].model is made[1]
 
 
-def test_a_model_that_was_patched_before():
+@pytest.mark.parametrize(
+    ("options", "same", "other"),
+    [
+        ({"rms_norm": False}, None, {"rms_norm": True}),
+        ({"relu2": False}, {"relu_squared": False}, {"relu_squared": True}),  # Liger's name of ours
+    ],
+    ids=["ours", "Liger's name"],
+)
+def test_a_model_that_was_patched_before(options, same, other):
     model = tiny_model()
-    record = patch(model, rms_norm=False)
-    make(model).train()
-    assert patched_record(model) is record and "RMSNorm" not in record.report.swapped
-    with pytest.raises(ConfigError, match="asks for {'rms_norm': True}, but this LlamaForCausalLM was patched with"):
-        make(model, liger_kernel_config={"rms_norm": True}).train()
-
-
-def test_ligers_name_of_a_flag_agrees_with_ours():
-    model = tiny_model()
-    record = patch(model, relu2=False)
-    make(model, liger_kernel_config={"relu_squared": False}).train()
+    record = patch(model, **options)
+    make(model, **({"liger_kernel_config": same} if same else {})).train()
     assert patched_record(model) is record
-    with pytest.raises(ConfigError, match="asks for {'relu2': True}"):
-        make(model, liger_kernel_config={"relu_squared": True}).train()
-
-
-def test_training_in_bf16_after_an_evaluation():
-    trainers = [make(bf16=True, use_liger_kernel=flag) for flag in (True, False)]
-    for trainer in trainers:
-        trainer.evaluate()
-        trainer.train()
-    assert_same_losses(*trainers, rel=2e-2)
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"asks for {{'{name}': True}}, but this LlamaForCausalLM was patched with"):
+        make(model, liger_kernel_config=other).train()
 
 
 def test_a_patch_after_accelerate_has_wrapped_the_forward_keeps_its_autocast():
@@ -226,23 +198,15 @@ def no_logits(monkeypatch):
     monkeypatch.setattr(deferred_logits, "CHEAP", 0)
 
 
-def test_evaluate_and_predict_before_train_are_served(no_logits):
+def test_a_loss_only_evaluation_computes_no_logits(no_logits):
+    """By the flag, before a training too, and of a model that was patched before."""
     want = make(use_liger_kernel=False).evaluate()["eval_loss"]
-    trainer = make()
+    trainer, predicting, before = make(), make(prediction_loss_only=True), make(use_liger_kernel=False)
+    patch(before.model)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(want, rel=1e-6)
-    assert patched_record(trainer.model).fused is not None
-    trainer = make(prediction_loss_only=True)
-    assert trainer.predict(rows(6, seed=1)).metrics["test_loss"] == pytest.approx(want, rel=1e-6)
-    assert patched_record(trainer.model).fused is not None
-
-
-@pytest.mark.parametrize("flag", [True, False])
-def test_a_loss_only_evaluation_computes_no_logits(flag, no_logits):
-    model = tiny_model()
-    patch(model)
-    trainer = make(model, use_liger_kernel=flag)
-    want = make(use_liger_kernel=False).evaluate()["eval_loss"]
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(want, rel=1e-6)
+    assert predicting.predict(rows(6, seed=1)).metrics["test_loss"] == pytest.approx(want, rel=1e-6)
+    assert before.evaluate()["eval_loss"] == pytest.approx(want, rel=1e-6)
+    assert all(patched_record(t.model).fused is not None for t in (trainer, predicting))
 
 
 @pytest.mark.parametrize(("flag", "bf16"), [(True, False), (False, True)])
@@ -281,22 +245,6 @@ def test_skip_logits_gives_a_loss_and_computes_no_logits(no_logits):
     # A loss computed outside needs them.
     batch.pop("labels")
     assert model(**batch, skip_logits=True).logits.shape[-1] == VOCAB
-
-
-def loss_of_ones_own(outputs, labels, num_items_in_batch=None):
-    return outputs.logits.float().square().mean() * labels.ne(-100).float().mean()
-
-
-@pytest.mark.parametrize(
-    "options", [{"label_smoothing_factor": 0.2}, {"arguments": {"compute_loss_func": loss_of_ones_own}}],
-    ids=["label_smoother", "compute_loss_func"],
-)  # fmt: skip
-def test_a_loss_computed_by_the_trainer_gets_logits(options):
-    options = {**options, "eval_strategy": "steps", "eval_steps": 1}
-    trainer, plain = make(**options), make(**options, use_liger_kernel=False)
-    for t in (trainer, plain):
-        t.train()
-    assert_same_losses(trainer, plain)
 
 
 def test_data_parallel_is_refused(monkeypatch):
@@ -370,94 +318,33 @@ def test_switched_off_beside_liger_kernel_it_is_the_one(stub, monkeypatch):
 # TRL's trainers
 
 
-def preferences(n=8):
-    data = completions(n)
-    return data.rename_column("completion", "chosen").add_column("rejected", completions(n, seed=9)["completion"])
-
-
-def judged(n=8):
-    return completions(n).add_column("label", [i % 2 == 0 for i in range(n)])
-
-
-def prompts(n=8):
-    return completions(n).remove_columns("completion")
-
-
-def length(completions, **_):
-    return [float(len(text.split())) for text in completions]
-
-
-SAMPLED = {
-    "max_completion_length": 6,
-    "num_generations": 2,
-    "temperature": 0.9,
-    "generation_kwargs": {"min_new_tokens": 2},
-}
-TRL = {
-    "sft": (SFTTrainer, SFTConfig, completions, {}, {}),
-    "dpo": (DPOTrainer, DPOConfig, preferences, {}, {}),
-    "kto": (KTOTrainer, KTOConfig, judged, {}, {}),
-    "grpo": (GRPOTrainer, GRPOConfig, prompts, {"beta": 0.1, **SAMPLED}, {"reward_funcs": length}),
-    "rloo": (RLOOTrainer, RLOOConfig, prompts, SAMPLED, {"reward_funcs": length}),
-    "distillation": (DistillationTrainer, DistillationConfig, prompts, {"max_completion_length": 6}, {}),
-}
-
-
-def make_trl(name, model=None, peft_config=None, **options):
-    cls, config, data, needed, arguments = TRL[name]
-    if name == "distillation":
-        arguments = {"teacher_model": tiny_model("qwen3", seed=3)}
-    options = {"max_steps": 2, "per_device_train_batch_size": 4, "use_liger_kernel": True, **needed, **options}
-    tokenizer = tiny_tokenizer()
-    tokenizer.padding_side = "left"
-    return cls(
-        model=model or tiny_model(), args=train_args(config, **options), train_dataset=data(),
-        processing_class=tokenizer, peft_config=peft_config, **arguments,
-    )  # fmt: skip
+CASES = {name: (name, {}) for name in ("sft", "dpo", "kto", "grpo", "rloo", "distillation")}
+CASES["dpo, adapters"] = ("dpo", {"peft_config": LoraConfig(target_modules=["q_proj", "down_proj"], r=4)})
+CASES["sft, patched before"] = ("sft", {})
 
 
 # KTO shares DPO's path through our code, RLOO GRPO's.
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("kto", "rloo"))) for n in TRL])
-def test_trainers_of_trl_train_patched_layers_as_the_plain_ones(name, tmp_path):
-    reference = tiny_model()
-    reference.save_pretrained(tmp_path)  # where GRPO and RLOO load their reference from
+@pytest.mark.parametrize("case", slow_but(CASES, *(CASES.keys() - {"kto", "rloo"})))
+def test_trainers_of_trl_train_patched_layers_as_the_plain_ones(case, tmp_path):
+    name, options = CASES[case]
     trainers = []
     for flag in (True, False):
         model = tiny_model()
-        model.config._name_or_path = str(tmp_path)
-        trainers.append(make_trl(name, model, use_liger_kernel=flag))
+        if flag and case == "sft, patched before":
+            patch(model)
+        trainers.append(trl_runs.make(name, model, tmp_path, use_liger_kernel=flag, **options))
         trainers[-1].train()
     patched, plain = trainers
     record = patched_record(patched.model)
     assert record is not None and {"RMSNorm", "SwiGLU"} <= set(record.report.swapped)
-    assert (record.fused is None) == (name != "distillation")  # the one that passes no config, and asks for no loss
+    if case != "sft, patched before":  # distillation passes no config, and asks for no loss
+        assert (record.fused is None) == (name != "distillation")
     assert_same_losses(patched, plain, rel=1e-4)
-    for got, want in zip(patched.model.parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
-
-
-def test_a_trainer_of_trl_with_adapters():
-    config = LoraConfig(target_modules=["q_proj", "down_proj"], r=4)
-    trainers = [make_trl("dpo", peft_config=config, use_liger_kernel=flag) for flag in (True, False)]
-    for trainer in trainers:
-        trainer.train()
-    assert_same_losses(*trainers, rel=1e-4)
-    assert "RMSNorm" in patched_record(trainers[0].model).report.swapped
-
-
-def test_trls_head_stays_on_a_model_that_was_patched_before():
-    trainers = []
-    for flag in (True, False):
-        model = tiny_model()
-        if flag:
-            patch(model)
-        trainers.append(make_trl("sft", model, use_liger_kernel=flag))
-        trainers[-1].train()
-    assert_same_losses(*trainers)
-    patched_record(trainers[0].model).undo()  # TRL's head is above, and stays
-    assert trainers[0].evaluate(completions(4))["eval_loss"] == pytest.approx(
-        trainers[1].evaluate(completions(4))["eval_loss"], rel=1e-4
-    )
+    torch.testing.assert_close(list(patched.model.parameters()), list(plain.model.parameters()), rtol=1e-3, atol=1e-4)
+    if case == "sft, patched before":  # TRL's head is above, and stays
+        record.undo()
+        got, want = (t.evaluate()["eval_loss"] for t in trainers)
+        assert got == pytest.approx(want, rel=1e-4)
 
 
 def test_a_patch_of_a_model_with_trls_head_leaves_the_loss_to_it():
@@ -473,4 +360,4 @@ def test_a_patch_of_a_model_with_trls_head_leaves_the_loss_to_it():
 
 def test_stored_logits_have_no_use_under_trls_head():
     with pytest.raises(ConfigError, match="cross_entropy=True has no effect here"):
-        make_trl("sft", liger_kernel_config={"cross_entropy": True}).train()
+        trl_runs.make("sft", use_liger_kernel=True, liger_kernel_config={"cross_entropy": True}).train()

@@ -3,10 +3,11 @@
 import functools
 
 import pytest
+import steps
 import torch
 import transformers
 from recorders import RunsAgain
-from tiny import assert_same_gradients, named_gradients, train_args
+from tiny import train_args
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Trainer, TrainingArguments
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
@@ -30,34 +31,18 @@ QUICK = ("qwen3_vl", "gemma3")
 families = pytest.mark.parametrize(
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in VISION_FAMILIES]
 )
-ALONE = dict.fromkeys(vars(liger_trainer.PatchOptions()), False)
 # of two layers in each tower; the text's come first
 SWAPPED = {
     "qwen2_5_vl": {"rope": 2 + 2, "RMSNorm": 5 + 5, "SwiGLU": 2 + 2, "tower attention": 2, "placeholders": 1},
-    "qwen3_vl": {
-        "rope": 2,
-        "QK norm + rope": 2,
-        "RMSNorm": 5,
-        "LayerNorm": 7,
-        "SwiGLU": 2,
-        "GELU MLP": 2,
-        "tower attention": 2,
-        "placeholders": 1,
-    },
-    "gemma3": {
-        "QK norm + rope": 2,
-        "RMSNorm": 10,
-        "LayerNorm": 5,
-        "GEGLU": 2,
-        "GELU MLP": 2,
-        "patch embedding": 1,
-        "placeholders": 1,
-    },
+    "qwen3_vl": {"rope": 2, "QK norm + rope": 2, "RMSNorm": 5, "LayerNorm": 7, "SwiGLU": 2, "GELU MLP": 2,
+                 "tower attention": 2, "placeholders": 1},
+    "gemma3": {"QK norm + rope": 2, "RMSNorm": 10, "LayerNorm": 5, "GEGLU": 2, "GELU MLP": 2, "patch embedding": 1,
+               "placeholders": 1},
     "gemma4": {"RMSNorm": 33, "GEGLU": 2},
     "smolvlm": {"rope": 2, "RMSNorm": 5, "LayerNorm": 5, "SwiGLU": 2},
     "llava": {"rope": 2, "RMSNorm": 5, "LayerNorm": 6, "SwiGLU": 2},
     "internvl": {"rope": 2, "RMSNorm": 5 + 4, "LayerNorm": 5, "SwiGLU": 2},
-}
+}  # fmt: skip
 
 
 @functools.cache
@@ -67,8 +52,11 @@ def batch_of(family):
 
 
 def step(model, family):
-    loss = model(**batch_of(family), use_cache=False).loss
-    return loss.item(), named_gradients(model, loss)
+    return steps.step(model, {**batch_of(family), "use_cache": False})
+
+
+def assert_same_step(got, want, rtol=1e-5):
+    steps.assert_same_outcome(got, want, loss_rtol=rtol)
 
 
 @families
@@ -83,13 +71,12 @@ def test_a_patched_model_computes_what_it_computed(family):
     parts = [got]
     for option in ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "gelu", "towers", "fused_linear_cross_entropy"):
         try:
-            with patch(model, {**ALONE, option: True}):
+            with patch(model, steps.only(option)):
                 parts.append(step(model, family))
         except ConfigError:
             assert option != "fused_linear_cross_entropy"
-    for loss, grads in parts:
-        assert loss == pytest.approx(want[0], rel=1e-5)
-        assert_same_gradients(grads, want[1])
+    for part in parts:
+        assert_same_step(part, want)
     assert len(parts) > 3
     again = step(model, family)
     assert again[0] == want[0]
@@ -102,7 +89,7 @@ def test_a_tower_s_rows_are_contiguous():
         layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].is_contiguous()))
     with torch.no_grad():
         model(**batch_of("gemma3"))
-        with patch(model, {**ALONE, "towers": True}):
+        with patch(model, steps.only("towers")):
             model(**batch_of("gemma3"))
     assert seen == [False, False, True, True]
 
@@ -118,7 +105,7 @@ def test_placeholders_are_counted_on_the_host(monkeypatch, family):
     wrong = {**batch, "input_ids": batch["input_ids"].masked_fill(batch["input_ids"] == image_token(model), 5)}
     with pytest.raises(ValueError, match="do not match") as stock:
         model(**wrong)
-    with patch(model, {**ALONE, "towers": True}) as patched:
+    with patch(model, steps.only("towers")) as patched:
         assert patched.report.swapped["placeholders"] == 1
         got = step(model, family)
         assert masks and masks[0].shape[:2] == batch["input_ids"].shape
@@ -128,8 +115,7 @@ def test_placeholders_are_counted_on_the_host(monkeypatch, family):
         model(input_ids=batch["input_ids"].masked_fill(batch["input_ids"] == image_token(model), 5))
         assert len(masks) == seen
     assert str(ours.value) == str(stock.value)
-    assert got[0] == pytest.approx(want[0], rel=1e-6)
-    assert_same_gradients(got[1], want[1])
+    assert_same_step(got, want, 1e-6)
 
 
 def test_ids_come_to_the_host_once_for_teacher_and_student(monkeypatch):
@@ -196,8 +182,7 @@ def test_the_rotary_function_of_a_tower():
     with pytest.MonkeyPatch.context() as patcher:
         patcher.setattr(rotary, "rotate", counting)
         for inputs in (angles(), [x[None] for x in angles(1)]):  # a batch of tokens, as some towers have it
-            for a, b in zip(ours(*inputs), apply_rotary_pos_emb_vision(*inputs), strict=True):
-                torch.testing.assert_close(a, b)
+            torch.testing.assert_close(ours(*inputs), apply_rotary_pos_emb_vision(*inputs))
         assert len(rotated) == 2
         half = [x.bfloat16() if i < 2 else x for i, x in enumerate(angles(2))]
         assert [x.dtype for x in ours(*half)] == [torch.bfloat16] * 2 and len(rotated) == 3
@@ -205,8 +190,7 @@ def test_the_rotary_function_of_a_tower():
         with FakeTensorMode() as mode:  # nothing can be read yet
             other(*(mode.from_tensor(x) for x in angles(3)))
         inputs = angles(4, layout="pairs")
-        for a, b in zip(other(*inputs), apply_rotary_pos_emb_vision(*inputs), strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(other(*inputs), apply_rotary_pos_emb_vision(*inputs))
         assert len(rotated) == 3
 
 
@@ -272,9 +256,7 @@ def test_decoder_layers_in_graphs(family):
             with torch.no_grad():  # other values in each pass
                 for parameter in model.parameters():
                     parameter.mul_(0.99)
-        want, got = step(plain, family), step(graphed, family)
-        assert got[0] == pytest.approx(want[0], rel=1e-5)
-        assert_same_gradients(got[1], want[1])
+        assert_same_step(step(graphed, family), step(plain, family))
     recorded = family != "gemma4"  # whose layers write keys and values into a dictionary
     assert layers.report.startswith("CUDA graphs: 2 layers") == recorded, layers.report
     assert (RunsAgain.replays > replays) == recorded
@@ -297,8 +279,7 @@ def test_patches_are_embedded_by_a_product(conv, shape):
     ours, theirs = embed_patches(conv, x), conv(x)
     torch.testing.assert_close(ours, theirs)
     d_out = torch.randn_like(theirs)
-    for a, b in zip(*(torch.autograd.grad(y, leaves, d_out) for y in (ours, theirs)), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*(torch.autograd.grad(y, leaves, d_out) for y in (ours, theirs)))
     assert ours.flatten(2).transpose(1, 2).is_contiguous() == (shape[2] % 4 == 0)
 
 
@@ -322,9 +303,9 @@ def test_a_convolution_that_checkpointing_has_hooked():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     want = step(model, "gemma3")
-    with patch(model, {**ALONE, "towers": True}) as patched:
+    with patch(model, steps.only("towers")) as patched:
         assert patched.report.swapped["patch embedding"] == 1
-        assert_same_gradients(step(model, "gemma3")[1], want[1])
+        assert_same_step(step(model, "gemma3"), want)
 
 
 def test_the_configuration_of_a_patched_model_makes_another_model():

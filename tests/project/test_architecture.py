@@ -1,4 +1,4 @@
-"""The shape of the house: tests mirror the rooms, the documentation lists the files, and nothing grows unnoticed."""
+"""The shape of the house: tests mirror the packages, and nothing grows unnoticed."""
 
 import ast
 import re

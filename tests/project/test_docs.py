@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer
+from commands import end_of, without_report
 from foreign_records import answer_of, output_of, write_lines
 from stand_ins import StandIns
 from transformers import AutoModelForCausalLM
@@ -31,7 +32,6 @@ from liger_trainer.config.run_config import load_run_config
 from liger_trainer.config.yaml_reader import read_settings
 from liger_trainer.extras.convert import convert
 from liger_trainer.run import launch as launching
-from liger_trainer.run import output_dir as saving
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import open_model
 from liger_trainer.teachers.row_keys import documents
@@ -63,9 +63,7 @@ class Place:
         return [change for change in changes if not change.startswith(("output_dir=", "teacher_cache_dir="))]
 
     def run(self, *arguments: str) -> None:
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(list(arguments))
-        assert not stopped.value.code, arguments
+        assert end_of(*arguments) == 0, arguments
 
     def copy_of(self, name: str, make: Callable[["Place"], None]) -> None:
         """Put in what `make` makes. It is made once, in a folder that the commands of this file copy."""
@@ -170,14 +168,11 @@ COMMANDS = {
     "liger-trainer estimate my.yaml --gpu 'RTX 4090'": Played(my_yaml(), "my.yaml"),
     "liger-trainer estimate smollm2/distill_lora --gpu 'H100 80GB'": demo("smollm2/distill_lora"),
     "liger-trainer eval outputs/my": Played(trained()),
-    "liger-trainer generate demo:smollm2-135m-instruct data/generated num_rows=2000": Played(
-        extra=("num_rows=1", "max_new_tokens=4", "max_prompt_tokens=8", "batch_size=64", "keep_unfinished=true"),
-        model_first=True,
-    ),
+    "liger-trainer generate demo:smollm2-135m-instruct data/generated num_rows=2000": Played(extra=("num_rows=1",
+     "max_new_tokens=4", "max_prompt_tokens=8", "batch_size=64", "keep_unfinished=true"), model_first=True),
     "liger-trainer init-student my.yaml": Played(my_yaml(), "my.yaml", ("keep_every_nth_layer=2",)),
-    "liger-trainer init-student my.yaml student_num_layers=15 student_output_dir=students/half": Played(
-        my_yaml(), "my.yaml", ("student_num_layers=2",)
-    ),
+    "liger-trainer init-student my.yaml student_num_layers=15 student_output_dir=students/half": Played(my_yaml(),
+     "my.yaml", ("student_num_layers=2",)),
     "liger-trainer init-student smollm2/distill_pruned '~keep_layers' student_num_layers=25 "
     "student_layer_choice=greedy_kl dataset_test_split=train max_eval_rows=8 packing=false max_length=128": demo(
         "smollm2/distill_pruned", "~keep_layers", "student_num_layers=2"
@@ -203,7 +198,7 @@ COMMANDS = {
     "liger-trainer schema": Played(),
     "liger-trainer selfcheck": Played(extra=("--dtype", "float32")),
     "liger-trainer validate my.yaml max_steps=20": Played(my_yaml()),
-}
+}  # fmt: skip
 GPU = "minutes on a GPU; tests/benchmarks/test_tables.py runs it on small shapes"
 SEVERAL_GPUS = "several GPUs; tests/benchmarks/test_many_gpus.py runs some of it on CPUs"
 PARSED = {
@@ -271,7 +266,7 @@ def kept(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
     """Drawing takes longer than the commands, and tests of reports are elsewhere."""
-    monkeypatch.setattr(saving, "_report", lambda output_dir: None)
+    without_report(monkeypatch)
     monkeypatch.setattr("liger_trainer.run.reports.html.draw", lambda runs, labels: [])
 
 
@@ -392,10 +387,3 @@ def test_links_lead_somewhere(page):
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{page.name}: {target}"
         assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
-
-
-def test_every_page_is_in_the_index():
-    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    linked = {(ROOT / "docs" / target.partition("#")[0]).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", index)}
-    pages = [page for page in PAGES if page.parent == ROOT / "docs" and page.name != "README.md"]
-    assert [page.name for page in pages if page not in linked] == []

@@ -194,16 +194,13 @@ def test_links_are_committed(folder):
         assert listed.startswith("120000 "), f"{link} is committed as {listed!r}, not as a link"
 
 
-def test_wheel_holds_every_file_and_nothing_else(built):
+def test_wheel_holds_every_file_and_nothing_else_and_so_does_that_of_the_sdist(built, tmp_path):
     assert wheel_files(built) == expected_files()
-
-
-def test_sdist_builds_the_same_wheel(built, tmp_path):
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (source,) = tmp_path.iterdir()
-    assert wheel_files(build(source, "wheel")) == wheel_files(built)
+    assert wheel_files(build(source, "wheel")) == expected_files()
 
 
 def test_checkout_without_links_builds_the_same_wheel(built, tmp_path):
@@ -222,15 +219,9 @@ def test_editable_install(tmp_path):
     check_found(found, source)
 
 
-def test_bare_checkout():
+def test_a_bare_checkout_and_an_installed_wheel(installed, tmp_path):
     check_found(find(ROOT), ROOT)
-
-
-def test_installed_wheel_from_elsewhere(installed, tmp_path):
     check_found(find(tmp_path, installed), installed)
-
-
-def test_installed_wheel_from_the_checkout(installed):
     check_found(find(ROOT, installed), ROOT)  # python -c puts the working directory first
     script = "import sys; del sys.path[0]\n"  # the console script does not
     check_found(find(ROOT, installed, prelude=script), installed)

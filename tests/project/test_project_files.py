@@ -1,17 +1,25 @@
-"""Files that say the same thing in two places: versions, pages, commands."""
+"""Files that say the same thing in two places: versions, pages, commands, figures; and how prose is wrapped."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 import liger_trainer
+from benchmarks import bars
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
 MADE = {"start.md", "contributing.md", "changelog.md", "security.md"}  # by docs/mkdocs_hooks.py, from files at the top
+
+
+TEST = 'pip install -e ".[dev]" && pytest'
+DEMO = "liger-trainer run smollm2/distill_pruned"
 
 
 def test_the_changelog_and_the_citation_are_of_this_version():
@@ -55,11 +63,32 @@ def test_the_hooks_before_a_commit_have_ci_s_ruff():
 
 def test_the_workflow_runs_what_a_developer_runs():
     steps = {step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if "run" in step}
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert 'pip install -e ".[dev]" && pytest' in steps and 'pip install -e ".[dev]" && pytest' in readme
+    assert TEST in steps
     for script in (step for step in steps if step.startswith(".ci/")):
         assert (ROOT / script).stat().st_mode & 0o111, f"{script} is not executable"
     assert {".ci/run", ".ci/floors"} <= steps
+
+
+def test_readme_and_ci_install_test_and_run_the_demo_alike():
+    blocks = re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", README, re.M | re.S)
+    commands = [line.removeprefix("$ ").strip() for block in blocks for line in block.splitlines()]
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert TEST in commands and f"\nstep '{TEST}'\n" in ci
+    for lines in (commands, ci.splitlines()):
+        assert any(re.search(rf"(^|\s|'){re.escape(DEMO)}(\s|$)", line) for line in lines)
+
+
+def test_the_figure_shows_the_measured_file_and_so_does_its_alternative_text():
+    pictures = re.findall(r'(?:src|srcset)="(docs/[^"]+)"', README)
+    assert len(pictures) == len(bars.THEMES)
+    for picture in pictures:
+        name, _, theme = picture.removesuffix(".svg").rpartition("-")
+        run = json.loads((ROOT / f"{name}.json").read_text())
+        assert (ROOT / picture).read_text() == bars.figure(run, theme), "python -m benchmarks.bars renews it"
+    alternative = re.findall(r'alt="([^"]+)"', README)[0]
+    picture = (ROOT / re.findall(r' src="(docs/[^"]+)"', README)[0]).read_text()
+    numbers = re.findall(r">(\d+\.\d)<", picture)
+    assert sorted(numbers) == sorted(re.findall(r"(?<![-\w.])\d+\.\d\b", alternative))
 
 
 def test_the_matrix_begins_at_the_oldest_python():
@@ -76,3 +105,30 @@ def test_every_make_command_that_is_named_is_there():
         word for path in named for word in re.findall(r"(?:[`']|[{;] )make (\w+)", path.read_text(encoding="utf-8"))
     }
     assert words and words <= targets
+
+
+# Prose in Markdown is wrapped; tables, code, HTML and lines without a space to break at are not.
+
+WIDTH = 100
+SKIPPED = {"node_modules", "outputs", "site", "build", "dist"}
+WRITTEN_BY_CODE = {
+    "docs/configs.md", "docs/models.md", "docs/results/many-gpus-predicted.md", "docs/results/reliability.md",
+}  # fmt: skip
+
+
+def pages() -> list[str]:
+    paths = (path.relative_to(ROOT) for path in ROOT.rglob("*.md"))
+    visible = (path for path in paths if not any(part.startswith(".") or part in SKIPPED for part in path.parts))
+    # What a benchmark writes carries the name of its device.
+    return sorted(path.as_posix() for path in visible if not re.search(r"-(nvidia|cpu)", path.name))
+
+
+def long_lines(text: str) -> list[str]:
+    text = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.M | re.S)
+    lines = (line for line in text.splitlines() if len(line) > WIDTH)
+    return [line for line in lines if not re.match(r"\s*([|<#]|\[.*\]: )", line) and " " in line[:WIDTH].strip("-* ")]
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page not in WRITTEN_BY_CODE])
+def test_prose_is_wrapped(page):
+    assert long_lines((ROOT / page).read_text(encoding="utf-8")) == []

@@ -2,22 +2,20 @@
 random model of its architecture, with rows of the columns that its dataset has; `-m slow` trains the others."""
 
 import importlib
-import json
 import math
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+from commands import end_of, metrics, without_report
 from stand_ins import DATASETS, MODELS, StandIns
 from transformers import AutoTokenizer
 from trl import get_quantization_config
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-from liger_trainer.cli import main
 from liger_trainer.config.catalogue import built_in_configs, needs_of
 from liger_trainer.config.run_config import load_run_config
-from liger_trainer.run import output_dir as saving
 from liger_trainer.run.launch import launcher_arguments
 
 NAMES = list(built_in_configs())
@@ -84,7 +82,8 @@ def test_a_file_opens_with_what_it_is_what_it_needs_and_the_command_and_is_valid
     assert config.recipe == name.partition("/")[2].partition("_")[0]
     assert config["output_dir"] == f"outputs/{name}"
     assert (config["teacher"] == "cache") == cached if config.recipe == "distill" else not cached
-    assert load_run_config(name, ["use_cpu=true"]).on_this_machine().training_args().output_dir == f"outputs/{name}"
+    args = load_run_config(name, ["use_cpu=true"]).on_this_machine().training_args()
+    assert args.output_dir == config["output_dir"] and args.bf16 is False and config.source == f"{name}.yaml"
 
     comment = re.search(r"# ([\d x]+) = ([\d,]+) (tokens|prompts) a step", source_of(name))
     if not name.startswith("smollm2/"):
@@ -131,15 +130,13 @@ def test_answers_are_told_from_questions_only_where_trl_knows_the_template(stand
     "name", [name if name in TRAINED else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
 def test_two_steps_on_a_tiny_model(name, stand_ins, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(saving, "_report", lambda output_dir: None)  # test_report.py has it
+    without_report(monkeypatch)
     changes = stand_ins.changes(load_run_config(name), tmp_path)
     config = load_run_config(name, changes)
     if config.recipe == "distill" and config["teacher"] == "cache":
-        with pytest.raises(SystemExit) as stopped:
-            main(["cache", name, *changes])
-        assert not stopped.value.code, capsys.readouterr().err
+        assert end_of("cache", name, *changes) == 0, capsys.readouterr().err
     importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config.on_this_machine())
-    written = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    written = metrics(tmp_path / "out")
     assert written["training"]["steps"] == 2
     assert written["before"]["loss"] != written["after"]["loss"]
     assert (tmp_path / "out" / "adapter_config.json").exists() == (config["use_peft"] and not config.drops_layers())

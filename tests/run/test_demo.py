@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_on
+from quick_cases import slow_but
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from liger_trainer.errors import ConfigError, LigerTrainerError
@@ -172,10 +173,54 @@ def test_pip_downloads_the_wheel(tiny, tmp_path):
     assert names(tmp_path) == ["tiny"]
 
 
-def test_a_file_that_is_named_is_there(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGER_TRAINER_DEMO_GGUF", str(tmp_path / "no.gguf"))
-    with pytest.raises(ConfigError, match="no.gguf, which is not a file"):
-        demo_model_dir("tiny", cache_dir=tmp_path / "other")
+def wrong_sum(tiny, monkeypatch, field):
+    monkeypatch.setitem(demo.DEMO_MODELS, "tiny", replace(tiny.model, **{field: "0" * 64}))
+
+
+def without(monkeypatch, tool):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == tool else find_spec(name))
+
+
+def file_named(monkeypatch, path, content=None):
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setenv("LIGER_TRAINER_DEMO_GGUF", str(path))
+
+
+# what is done before, the error, and what it says
+REFUSED = {
+    "no such file": (lambda t, m, p: file_named(m, p / "no.gguf"), ConfigError, "no.gguf, which is not a file"),
+    "damaged file": (lambda t, m, p: file_named(m, p / "damaged.gguf", t.gguf.read_bytes()[:-1] + b"\0"),
+                     LigerTrainerError, "damaged.gguf"),
+    "another wheel": (lambda t, m, p: wrong_sum(t, m, "wheel_sha256"), LigerTrainerError,
+                      "wheel liger_tiny.*expected sha256 0000.*found [0-9a-f]{64}"),
+    "another file": (lambda t, m, p: wrong_sum(t, m, "gguf_sha256"), LigerTrainerError,
+                     "Tiny.Q4_1.gguf.*expected sha256 0000.*found [0-9a-f]{64}"),
+    "no package": (lambda t, m, p: without_pip(m), LigerTrainerError,
+                   "(?s)liger-tiny==1.0.*No matching distribution.*_DEMO_GGUF"),
+    "no pip": (lambda t, m, p: without(m, "pip"), ConfigError, "uv pip install"),
+    "no gguf": (lambda t, m, p: without(m, "gguf"), ConfigError, "pip install gguf"),
+    "no space": (lambda t, m, p: m.setattr(demo, "BUILD_BYTES", 10**18), LigerTrainerError, "MB are free"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", slow_but(REFUSED, *(REFUSED.keys() - {"another wheel"})))
+def test_what_cannot_be_built_is_said_and_leaves_nothing(tiny, tmp_path, monkeypatch, case):
+    change, error, message = REFUSED[case]
+    change(tiny, monkeypatch, tmp_path)
+    with pytest.raises(error, match=message) as caught:
+        demo_model_dir("tiny", cache_dir=tmp_path / "cache")
+    assert caught.value.exit_code == (1 if error is LigerTrainerError else 2)
+    if case.startswith("another"):
+        assert (tiny.model.wheel_sha256 if "wheel" in case else tiny.model.gguf_sha256) in str(caught.value)
+    assert not (tmp_path / "cache").exists() or names(tmp_path / "cache") == []
+
+
+def test_a_cache_that_is_a_file(tiny, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LigerTrainerError, match="LIGER_TRAINER_CACHE"):
+        demo_model_dir("tiny", cache_dir=tmp_path / "file")
 
 
 def test_an_installed_package_is_used_and_not_imported(tiny, tmp_path, monkeypatch):
@@ -186,27 +231,6 @@ def test_an_installed_package_is_used_and_not_imported(tiny, tmp_path, monkeypat
     (package / tiny.gguf.name).write_bytes(tiny.gguf.read_bytes())
     monkeypatch.syspath_prepend(package.parent)
     assert (demo_model_dir("tiny", cache_dir=tmp_path / "cache") / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize(
-    ("field", "what"),
-    [pytest.param("wheel_sha256", "wheel liger_tiny", marks=pytest.mark.slow), ("gguf_sha256", "Tiny.Q4_1.gguf")],
-)
-def test_wrong_checksum(tiny, tmp_path, monkeypatch, field, what):
-    right = getattr(tiny.model, field)
-    monkeypatch.setitem(demo.DEMO_MODELS, "tiny", replace(tiny.model, **{field: "0" * 64}))
-    with pytest.raises(LigerTrainerError, match=f"{what}.*expected sha256 0000.*found {right}"):
-        demo_model_dir("tiny", cache_dir=tmp_path)
-    assert names(tmp_path) == []
-
-
-def test_damaged_file_is_refused(tiny, tmp_path, monkeypatch):
-    damaged = tmp_path / "damaged.gguf"
-    damaged.write_bytes(tiny.gguf.read_bytes()[:-1] + b"\0")
-    monkeypatch.setenv("LIGER_TRAINER_DEMO_GGUF", str(damaged))
-    with pytest.raises(LigerTrainerError, match="damaged.gguf"):
-        demo_model_dir("tiny", cache_dir=tmp_path / "cache")
-    assert names(tmp_path / "cache") == []
 
 
 @pytest.mark.parametrize("damage", ["truncated", "file missing", "manifest missing", "older layout"])
@@ -258,32 +282,6 @@ def test_another_process_makes_the_same_rows(docstrings):
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout == f"{docstrings.sha256}\n", done.stderr
-
-
-def test_pip_cannot_find_the_package(tiny, tmp_path, monkeypatch):
-    without_pip(monkeypatch)
-    with pytest.raises(LigerTrainerError, match="(?s)liger-tiny==1.0.*No matching distribution.*_DEMO_GGUF") as caught:
-        demo_model_dir("tiny", cache_dir=tmp_path)
-    assert caught.value.exit_code == 1
-    assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize(("missing", "advice"), [("pip", "uv pip install"), ("gguf", "pip install gguf")])
-def test_without_a_tool(tiny, tmp_path, monkeypatch, missing, advice):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name))
-    with pytest.raises(ConfigError, match=advice):
-        demo_model_dir("tiny", cache_dir=tmp_path)
-    assert names(tmp_path) == []
-
-
-def test_no_place_for_the_model(tiny, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    with pytest.raises(LigerTrainerError, match="LIGER_TRAINER_CACHE"):
-        demo_model_dir("tiny", cache_dir=tmp_path / "file")
-    monkeypatch.setattr(demo, "BUILD_BYTES", 10**18)
-    with pytest.raises(LigerTrainerError, match="MB are free"):
-        demo_model_dir("tiny", cache_dir=tmp_path)
 
 
 def test_names():

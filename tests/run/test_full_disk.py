@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from caches import config as cache_config
-from commands import call, save_models, settings, texts, write_rows
+from commands import call, save_models, settings, texts, without_report, write_rows
 from safetensors.torch import save_file
 from tiny import completions, tiny_model, tiny_tokenizer
 from tokenizers import Tokenizer
@@ -46,7 +46,7 @@ def disk(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_report(monkeypatch):
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)  # it has a test of its own
+    without_report(monkeypatch)
 
 
 def leave(disk: Path, size: int) -> None:

@@ -6,7 +6,8 @@ import random
 import re
 
 import pytest
-from commands import call, settings, write_rows
+from commands import call, done, settings, write_rows
+from commands import metrics as written
 from parts import enter
 from PIL import Image
 from tiny import WORDS, tiny_model, tiny_tokenizer
@@ -66,12 +67,11 @@ def parted(i):
     "rows", [pytest.param(answers, marks=pytest.mark.slow), llava, pytest.param(parted, marks=pytest.mark.slow)]
 )
 def test_fine_tuning_on_files_of_images(folder, rows, capsys):
-    code, out, err = call(capsys, "run", "run.yaml", fill(folder, rows))
-    assert code == 0, err + out
-    metrics = json.loads((folder / "out" / "metrics.json").read_text())
-    assert metrics["data"]["images"] == ("images" if rows is parted else "image")
-    assert all(("[image]" in text["prompt"]) == (rows is not answers) for text in metrics["completions"])
-    assert len(metrics["completions"]) == 2 and metrics["after"]["loss"] < metrics["before"]["loss"]
+    out, _ = done(call(capsys, "run", "run.yaml", fill(folder, rows)))
+    found = written(folder / "out")
+    assert found["data"]["images"] == ("images" if rows is parted else "image")
+    assert all(("[image]" in text["prompt"]) == (rows is not answers) for text in found["completions"])
+    assert len(found["completions"]) == 2 and found["after"]["loss"] < found["before"]["loss"]
     AutoModelForImageTextToText.from_pretrained(folder / "out")
     assert AutoProcessor.from_pretrained(folder / "out").image_processor is not None
 
@@ -82,8 +82,8 @@ def test_distillation_with_a_frozen_tower_and_adapters(folder, capsys):
         "lora_target_modules=all-linear", "freeze_vision_tower=true",
     )  # fmt: skip
     assert code == 0, err + out
-    metrics = json.loads((folder / "out" / "metrics.json").read_text())
-    assert metrics["after"]["kd_loss"] > 0 and metrics["completions"][0]["teacher"] is not None
+    found = written(folder / "out")
+    assert found["after"]["kd_loss"] > 0 and found["completions"][0]["teacher"] is not None
     adapters = json.loads((folder / "out" / "adapter_config.json").read_text())
     assert "vision_tower" in adapters["exclude_modules"]
 
@@ -91,8 +91,7 @@ def test_distillation_with_a_frozen_tower_and_adapters(folder, capsys):
 def test_validate_preview_and_a_student_of_fewer_layers(folder, capsys):
     rows = fill(folder, answers)
     assert call(capsys, "validate", "run.yaml", rows)[0] == 0
-    code, out, err = call(capsys, "preview", "run.yaml", rows)
-    assert code == 0, err + out
+    out, _ = done(call(capsys, "preview", "run.yaml", rows))
     assert "<image_soft_token> x 4" in out
     code, out, err = call(
         capsys, "init-student", "run.yaml", rows, "model_name_or_path=teacher", "student_num_layers=2",
@@ -101,10 +100,8 @@ def test_validate_preview_and_a_student_of_fewer_layers(folder, capsys):
     assert code == 0, err + out
     assert AutoModelForImageTextToText.from_pretrained(folder / "made").config.text_config.num_hidden_layers == 2
     assert AutoProcessor.from_pretrained(folder / "made").image_processor is not None
-    code, out, err = call(capsys, "run", "run.yaml", rows, "model_name_or_path=made")
-    assert code == 0, err + out
-    code, out, err = call(capsys, "eval", "out")
-    assert code == 0, err + out
+    done(call(capsys, "run", "run.yaml", rows, "model_name_or_path=made"))
+    done(call(capsys, "eval", "out"))
 
 
 @pytest.mark.parametrize(
@@ -148,12 +145,10 @@ def test_models_without_a_processor_and_settings_for_text(folder, capsys):
 def test_adapters_are_merged_into_a_model_with_its_processor(folder, capsys):
     rows = fill(folder, answers)
     assert call(capsys, "run", "run.yaml", rows, "use_peft=true", "lora_target_modules=all-linear")[0] == 0
-    code, out, err = call(capsys, "merge", "out", "merged")
-    assert code == 0, err + out
+    done(call(capsys, "merge", "out", "merged"))
     AutoModelForImageTextToText.from_pretrained(folder / "merged")
     assert AutoProcessor.from_pretrained(folder / "merged").image_processor is not None
 
 
 def test_an_estimate_of_memory_says_that_images_are_left_out(folder, capsys):
-    code, out, err = call(capsys, "estimate", "run.yaml", fill(folder, answers), "max_length=64")
-    assert code == 0, err + out
+    done(call(capsys, "estimate", "run.yaml", fill(folder, answers), "max_length=64"))

@@ -8,13 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from commands import call, metrics, without_report
 from huggingface_hub import ModelCard
 from stand_ins import StandIns
 from transformers import AutoModelForCausalLM, trainer
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from liger_trainer.cli import main
-from liger_trainer.cli import run as commands
+from liger_trainer.cli import run as cli_run
 from liger_trainer.config import engines as trackers
 from liger_trainer.config.run_config import check_text, load_run_config
 from liger_trainer.errors import LigerTrainerError
@@ -32,7 +32,7 @@ def stand_ins(tmp_path_factory) -> StandIns:
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
     """Drawing takes longer than two steps, and tests of reports are elsewhere."""
-    monkeypatch.setattr(saving, "_report", lambda output_dir: None)
+    without_report(monkeypatch)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def distilled(stand_ins, tmp_path_factory):
     """A distillation: its output directory, and what it handed to the card."""
     seen, write_card, folder = [], saving._write_card, tmp_path_factory.mktemp("distilled")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_report", lambda output_dir: None)
+        without_report(patch)
         patch.setattr(saving, "_write_card", lambda *arguments: seen.append(arguments[-1]) or write_card(*arguments))
         changes = stand_ins.changes(load_run_config("smollm2/distill_layerdrop"), folder)
         output_dir = distill.main(load_run_config("smollm2/distill_layerdrop", changes).on_this_machine())
@@ -73,7 +73,7 @@ def table(card: str) -> dict[str, list[str]]:
 def test_the_card_of_a_run_tells_its_facts(distilled, stand_ins):
     output_dir, _ = distilled
     card = ModelCard.load(output_dir / "README.md")
-    written = json.loads((output_dir / "metrics.json").read_text())
+    written = metrics(output_dir)
     assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
     assert set(card.data.tags) == {"trl", "liger-trainer", "distillation"}
     assert card.data.base_model is None and card.data.license is None  # directories of this machine
@@ -223,10 +223,8 @@ def test_the_trackers_are_those_of_transformers():
     ],
 )
 def test_an_unknown_tracker_is_found_by_validate(capsys, value, complaint):
-    with pytest.raises(SystemExit) as stopped:
-        main(["validate", "smollm2/sft_full", f"report_to={value}"])
-    printed = capsys.readouterr().err
-    assert stopped.value.code == 2 and "report_to: " in printed and complaint in printed
+    code, _, printed = call(capsys, "validate", "smollm2/sft_full", f"report_to={value}")
+    assert code == 2 and "report_to: " in printed and complaint in printed
 
 
 @pytest.mark.parametrize("value", ["none", "all", "[none]", "[]", "null", "[wandb, tensorboard]", "kubeflow"])
@@ -236,11 +234,10 @@ def test_known_trackers_are_valid_whether_installed_or_not(value):
 
 def test_a_tracker_that_is_not_installed_ends_a_run_before_it_loads_anything(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "comet_ml", None)
-    monkeypatch.setattr(commands, "_run_recipe", lambda config: pytest.fail("it was started"))
-    with pytest.raises(SystemExit) as stopped:
-        main(["run", "smollm2/sft_full", "report_to=comet_ml"])
-    assert stopped.value.code == 2
-    assert "report_to: comet_ml needs comet_ml, which is not installed: pip install comet-ml" in capsys.readouterr().err
+    monkeypatch.setattr(cli_run, "_run_recipe", lambda config: pytest.fail("it was started"))
+    code, _, printed = call(capsys, "run", "smollm2/sft_full", "report_to=comet_ml")
+    assert code == 2
+    assert "report_to: comet_ml needs comet_ml, which is not installed: pip install comet-ml" in printed
 
 
 def test_dagshub_needs_mlflow_too(monkeypatch, tmp_path):
@@ -254,10 +251,8 @@ def test_dagshub_needs_mlflow_too(monkeypatch, tmp_path):
     ("teacher", "told"),
     [
         ("teacher: self\nuse_peft: true", "itself without its adapters"),
-        (
-            "teacher: server\nteacher_server_base_url: http://here/v1\nteacher_server_model: Qwen/Qwen3-8B",
-            "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B) on a server",
-        ),
+        ("teacher: server\nteacher_server_base_url: http://here/v1\nteacher_server_model: Qwen/Qwen3-8B",
+         "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B) on a server"),
         ("teacher: cache\nteacher_cache_dir: cache", "a cache"),
         (
             "use_peft: true\nteachers:\n  - {name: a, teacher_model_name_or_path: /models/math}\n"
@@ -265,7 +260,7 @@ def test_dagshub_needs_mlflow_too(monkeypatch, tmp_path):
             "math, itself without its adapters",
         ),
     ],
-)
+)  # fmt: skip
 def test_every_kind_of_teacher_is_told(results, teacher, told):
     text = f"recipe: distill\nmodel_name_or_path: Qwen/Qwen3-0.6B\ndataset_name: some/data\n{teacher}\n"
     card = model_card(check_text(text, "run.yaml"), results, MODEL)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import call, save_models, settings, write_rows
+from commands import call, done, end_of, metrics, save_models, settings, without_report, write_rows
 from planted import PLACES, Plant
 from processes import run_on
 from safetensors.torch import load_file, save_file
@@ -22,7 +22,6 @@ from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTTrainer
 
-from liger_trainer.cli import main
 from liger_trainer.common.checkpoints import checkpoints_in
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.run import recipe, train_loop
@@ -73,10 +72,8 @@ def tuned(models, tmp_path_factory):
     fill(folder, models)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.chdir(folder)
-        patch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)  # test_report.py has it
-        with pytest.raises(SystemExit) as stopped:
-            main(["run", "run.yaml"])
-    assert not stopped.value.code
+        without_report(patch)
+        assert end_of("run", "run.yaml") == 0
     return folder, " ".join(out.getvalue().split())
 
 
@@ -84,7 +81,7 @@ def tuned(models, tmp_path_factory):
 def run(models, tmp_path, monkeypatch, capsys):
     """Run the command line in such a folder; return exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    without_report(monkeypatch)
     fill(tmp_path, models)
 
     def run_main(settings: str, *overrides: str) -> tuple[int, str, str]:
@@ -103,13 +100,6 @@ def no_weights(monkeypatch):
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
-
-
-def metrics(folder) -> dict:
-    def no_constant(name):
-        raise AssertionError(f"{name} is no JSON")
-
-    return json.loads((folder / "metrics.json").read_text(), parse_constant=no_constant)
 
 
 def test_sft_writes_model_tokenizer_configuration_and_metrics(tuned, models):
@@ -149,8 +139,7 @@ def test_the_reported_loss_is_that_of_trl(tuned, monkeypatch):
 
 def test_distillation_of_a_thinned_student_full_and_lora(run, tmp_path):
     """The first measurement and completions are those of the layer-dropped copy, untouched by adapters or training."""
-    code, out, err = run(SETTINGS + TEACHER, "model_name_or_path=teacher", "keep_every_nth_layer=2", "max_steps=6")
-    assert code == 0, err
+    out, _ = done(run(SETTINGS + TEACHER, "model_name_or_path=teacher", "keep_every_nth_layer=2", "max_steps=6"))
     assert "forward KL (nats/token)" in out and "agreement@1" in out and "teacher: " in out
     full = metrics(tmp_path / "out")
     assert full["recipe"] == "distill" and 0 < full["after"]["forward_kl"] < 0.95 * full["before"]["forward_kl"]
@@ -213,15 +202,23 @@ def test_rows_without_a_supervised_token_are_counted(run, tmp_path):
         rows[i]["prompt"][0]["content"] = " ".join(WORDS[:40])  # fills max_length: nothing of the answer is left
     write_rows(tmp_path / "train" / "train.jsonl", rows)
     write_rows(tmp_path / "train" / "test.jsonl", map(chat, range(20, 24)))
-    code, out, err = run(SETTINGS.replace("holdout_fraction: 0.2\n", ""), "dataset_name=train")
-    assert code == 0, err
+    out, _ = done(run(SETTINGS.replace("holdout_fraction: 0.2\n", ""), "dataset_name=train"))
     assert [rows["rows_dropped"] for rows in metrics(tmp_path / "out")["rows"].values()] == [2, 0]
     assert "rows dropped │ 2 │ 0" in out
 
 
-def test_no_supervised_token_at_all(run):
-    code, _, err = run(SETTINGS, "max_length=3")
-    assert code == 4 and "supervised token" in err and "Traceback" not in err
+def refuse(*args, **kwargs):
+    raise PermissionError(13, "Permission denied")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "message"),
+    [(("max_length=3",), 4, "supervised token"),
+     (("lora_target_modules=[nothing]", "use_peft=true"), 2, "LigerTrainer refuses these settings")],
+)  # fmt: skip
+def test_what_is_seen_with_the_weights_is_a_message_too(run, overrides, code, message):
+    found, _, err = run(SETTINGS, *overrides)
+    assert found == code and message in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -251,9 +248,17 @@ def test_no_supervised_token_at_all(run):
         ('teacher_model_name_or_path=teacher losses=[{"type":"klx"}]', 2, "losses: [0].type: expected one of forward"),
         ("teacher_model_name_or_path=stranger", 2, "different tokenizers: 2 of 64 shared ids differ; "
          "id 3 is 'w3' for the student and 'w5' for the teacher"),
+        ("model_name_or_path=plain", 2, "this tokenizer has no chat template; set chat_template_path"),
+        # on a network's file system the rights of a folder may allow what its server refuses
+        ("output_dir=refused", 2, "is no directory that can be written to (Permission denied)"),
     ],
 )  # fmt: skip
-def test_bad_input_is_told_before_weights_are_loaded(run, tmp_path, no_weights, overrides, code, message):
+def test_bad_input_is_told_before_weights_are_loaded(run, tmp_path, no_weights, monkeypatch, overrides, code, message):
+    if "refused" in overrides:
+        monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    elif "plain" in overrides:
+        shutil.copytree(tmp_path / "student", tmp_path / "plain")
+        (tmp_path / "plain" / "chat_template.jinja").unlink()
     (tmp_path / "other.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
@@ -264,23 +269,11 @@ def test_bad_input_is_told_before_weights_are_loaded(run, tmp_path, no_weights, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_cannot_be_written_to(run, no_weights, monkeypatch):
-    """On a network's file system the rights of a folder may allow what its server refuses."""
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("tempfile.mkdtemp", refuse)
-    code, _, err = run(SETTINGS)
-    assert code == 2 and "is no directory that can be written to (Permission denied)" in err
-
-
 def test_evaluations_on_the_way_and_the_best_model(run, tuned, tmp_path):
     """The tokens are those of the training, though what is logged last is of an evaluation."""
     often = ["eval_strategy=steps", "save_strategy=steps", "eval_steps=1", "save_steps=1"]
     often += ["load_best_model_at_end=true"]
-    code, _, err = run(SETTINGS, *often, "logging_steps=2", "metric_for_best_model=perplexity")
-    assert code == 0, err
+    done(run(SETTINGS, *often, "logging_steps=2", "metric_for_best_model=perplexity"))
     training = metrics(tmp_path / "out")["training"]
     assert training["tokens"] == metrics(tuned[0] / "out")["training"]["tokens"] > 0
     assert training["tokens_per_second"] > 0
@@ -291,22 +284,12 @@ def test_evaluations_on_the_way_and_the_best_model(run, tuned, tmp_path):
         assert code == 2 and "optim: adamw_8bit: " in err and "bitsandbytes" in err
 
 
-def test_chat_rows_need_a_chat_template(run, tmp_path, no_weights):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    tiny_model().save_pretrained(tmp_path / "plain")
-    tokenizer.save_pretrained(tmp_path / "plain")
-    code, _, err = run(SETTINGS, "model_name_or_path=plain")
-    assert code == 2 and "this tokenizer has no chat template; set chat_template_path" in err
-
-
 def test_a_padded_vocabulary_is_no_other_tokenizer(run, tmp_path):
     tiny_model("llama", vocab_size=80, num_hidden_layers=1).save_pretrained(tmp_path / "padded")
     wider = tiny_tokenizer()
     wider.add_tokens(["extra"])
     wider.save_pretrained(tmp_path / "padded")
-    code, out, err = run(SETTINGS, "teacher_model_name_or_path=padded", "max_steps=1")
-    assert code == 0, err
+    out, _ = done(run(SETTINGS, "teacher_model_name_or_path=padded", "max_steps=1"))
     assert "64 tokens, the same in both" in out and "1 token of the teacher's alone" in out
     assert "rows skipped" in out and "skipped for" not in out and "images" not in out
 
@@ -371,8 +354,8 @@ def test_wrong_rows_are_left_out_and_counted(run, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [*wrong, *map(chat, range(17))])
     code, _, err = run(SETTINGS)
     assert code == 4 and "Wrong rows: 3." in err
-    code, out, err = run(SETTINGS, "bad_rows=skip", "max_steps=1")
-    assert code == 0 and "rows skipped 3" in out.replace("│ ", "").replace(" │", ""), err
+    out, _ = done(run(SETTINGS, "bad_rows=skip", "max_steps=1"))
+    assert "rows skipped 3" in out.replace("│ ", "").replace(" │", "")
     data = metrics(tmp_path / "out")["data"]
     assert data["rows_skipped"] == 3 and data["train_rows"] + data["test_rows"] == 17
     ((kind, rows),) = data["rows_skipped_for"].items()
@@ -430,11 +413,6 @@ def test_a_broken_model_is_one_message(run, tmp_path, harm, message):
         assert code == 2 and message in err and "Traceback" not in err, err
 
 
-def test_what_peft_refuses_is_a_message(run):
-    code, _, err = run(SETTINGS, "lora_target_modules=[nothing]", "use_peft=true")
-    assert code == 2 and "LigerTrainer refuses these settings" in err and "Traceback" not in err
-
-
 def test_a_training_that_diverges_ends_with_the_checkpoint_before(run, tmp_path):
     diverging = ("learning_rate=1e30", "max_grad_norm=0", "max_steps=4", "save_strategy=steps", "save_steps=1")
     code, _, err = run(SETTINGS, *diverging, "logging_strategy=no")
@@ -458,8 +436,7 @@ def test_planted_nan_ends_the_command_and_its_advice_finishes_the_run(run, tmp_p
     saved = checkpoints_in(tmp_path / "out")
     assert [path.name for path in saved] == [f"checkpoint-{step}" for step in (1, 2, 3)] and all(map(is_finite, saved))
     monkeypatch.setattr(LigerTrainer, "train", train)
-    code, _, err = call(capsys, *re.search(r"liger-trainer (resume out --checkpoint checkpoint-3)\n", err)[1].split())
-    assert code == 0, err
+    done(call(capsys, *re.search(r"liger-trainer (resume out --checkpoint checkpoint-3)\n", err)[1].split()))
     assert metrics(tmp_path / "out")["training"]["resumed_at"] == 3
 
 
@@ -504,8 +481,8 @@ def test_a_training_that_begins_again_with_smaller_batches_is_measured_once(run,
 
     monkeypatch.setattr(LigerTrainer, "training_step", out_of_memory_once)
     monkeypatch.setattr(recipe, "measure", counted)
-    code, _, err = run(SETTINGS, "auto_find_batch_size=true", "max_steps=2", "learning_rate=1e-2")
-    assert code == 0 and full, err
+    _, err = done(run(SETTINGS, "auto_find_batch_size=true", "max_steps=2", "learning_rate=1e-2"))
+    assert full
     assert "begins again with the weights as they are by then" in err
     before = metrics(tmp_path / "out")["before"]
     assert len(measured) == 2 and before["loss"] == measured[0].metrics["loss"]

@@ -14,13 +14,12 @@ from typing import Any
 import commands
 import pytest
 import torch
-from commands import save_models, write_rows
+from commands import end_of, save_models, write_rows
 from finished_runs import config_text, content, log_history
 from tiny import WORDS
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import liger_trainer
-from liger_trainer.cli import main
 from liger_trainer.run import output_dir as saving
 from liger_trainer.run import progress as callbacks
 from liger_trainer.run.progress import Pace, gpu_utilization
@@ -64,10 +63,11 @@ def unfinished(tmp_path):
     return tmp_path / "stopped"
 
 
-def call(*arguments) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main(["report", *map(str, arguments)])
-    return int(stopped.value.code or 0)
+def report_of(folder: Path) -> tuple["Page", str]:
+    """The page of a run, and its text in one line."""
+    assert end_of("report", folder) == 0
+    page = Page(folder / "report.html")
+    return page, " ".join(page.text.split())
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def check_stands_alone(page: Page) -> None:
 
 def test_a_report_holds_everything_and_loads_nothing(make):
     folder = make("first", max_steps=20)
-    assert call(folder, "--output", folder / "deeper" / "mine.html") == 0
+    assert end_of("report", folder, "--output", folder / "deeper" / "mine.html") == 0
     page = Page(folder / "deeper" / "mine.html")
     check_stands_alone(page)
     text = " ".join(page.text.split())
@@ -169,35 +169,22 @@ def test_a_report_holds_everything_and_loads_nothing(make):
 def test_the_verdict_and_the_compression_stand_on_top(make, no_curves):
     models = {"student": {"parameters": 30_000_000, "dtype": "float32", "tokens_per_second": 30.0},
               "teacher": {"parameters": 120_000_000, "dtype": "float32", "tokens_per_second": 10.0}}  # fmt: skip
-    folder = make("first", metrics={"models": models})
-    assert call(folder) == 0
-    source = (folder / "report.html").read_text()
+    source = report_of(make("first", metrics={"models": models}))[0].source
     verdict = re.search(r'<p class="verdict good">(.*?)</p>', source)
-    assert verdict is not None and source.index(verdict[0]) < source.index('class="notes"') < source.index(
-        'class="cards"'
-    )
+    assert verdict is not None
+    assert source.index(verdict[0]) < source.index('class="notes"') < source.index('class="cards"')
     assert "forward KL from 1.100 to 0.153" in verdict[1] and "25% of its teacher&#39;s parameters" in verdict[1]
     assert "writes 30 tokens/s where its teacher writes 10 (3.0 times)" in verdict[1]
     assert re.search(r"Compression</div><div class=\"value\">4 <small>times.*30 M of the teacher&#39;s 120 M", source)
-
     assert "GPU utilisation" not in source
-
-
-def test_the_use_of_the_gpu_has_a_card(make, no_curves):
     logs = [{"step": step, "loss": 1.0, "gpu_utilization": busy} for step, busy in ((1, 90.0), (2, 95.0))]
-    text = " ".join(Page(report_of(make("timed", metrics={"log_history": logs}))).text.split())
-    assert "GPU utilisation 92 % mean of the logs" in text
-
-
-def report_of(folder: Path) -> Path:
-    assert call(folder) == 0
-    return folder / "report.html"
+    assert "GPU utilisation 92 % mean of the logs" in report_of(make("timed", metrics={"log_history": logs}))[1]
 
 
 def test_several_runs_are_compared(make, tmp_path, monkeypatch, capsys, one_curve):
     monkeypatch.chdir(tmp_path)
     one, two = make("one"), make("two", scale=2.0, metrics={"data": {"sha256": "cd"}}, learning_rate=1e-3, lora_r=8)
-    assert call(one, two) == 0
+    assert end_of("report", one, two) == 0
     assert capsys.readouterr().out == "Wrote report.html\n"
     page = Page(tmp_path / "report.html")
     check_stands_alone(page)
@@ -241,7 +228,7 @@ def test_the_best_of_several_runs_stands_on_top(make, no_curves, kl, verdict):
         for name, value in zip(("one", "two", "three"), kl, strict=True)
     ]
     page = folders[0] / "all.html"
-    assert call(*folders, "--output", page) == 0
+    assert end_of("report", *folders, "--output", page) == 0
     assert re.findall(r'<p class="verdict ">(.*?)</p>', page.read_text()) == ([verdict] if verdict else [])
 
 
@@ -251,10 +238,8 @@ def test_runs_of_one_name_are_told_apart(make):
 
 
 def test_an_unfinished_run_tells_what_there_is(unfinished, one_curve):
-    assert call(unfinished) == 0
-    page = Page(unfinished / "report.html")
+    page, text = report_of(unfinished)
     check_stands_alone(page)
-    text = " ".join(page.text.split())
     assert "unfinished: step 7 of 20" in text and "Not finished" in text
     assert [name for name in page.ids if name in SECTIONS] == ["metrics", "curves", "configuration"]
     run = read_run(unfinished)
@@ -268,7 +253,7 @@ def test_an_unfinished_run_tells_what_there_is(unfinished, one_curve):
 def test_a_finished_and_an_unfinished_run(make, unfinished, tmp_path, no_curves):
     """What one of them does not tell has no column, and is no difference."""
     one = make("one")
-    assert call(one, unfinished, "--output", tmp_path / "both.html") == 0
+    assert end_of("report", one, unfinished, "--output", tmp_path / "both.html") == 0
     page = Page(tmp_path / "both.html")
     text = " ".join(page.text.split())
     assert "stopped: Not finished" in text and "do not compare" not in text and "stopped (step 5)" in text
@@ -294,8 +279,7 @@ def test_a_run_of_a_version_that_recorded_less(make):
     kept = {key: value for key, value in content().items() if key not in less}
     (folder / "metrics.json").write_text(json.dumps({**kept, "log_history": [], "skipped_rows": {"train": 0}}))
     (folder / "config.yaml").unlink()
-    assert call(folder) == 0
-    page = Page(folder / "report.html")
+    page, _ = report_of(folder)
     assert [name for name in page.ids if name in SECTIONS] == "metrics data configuration cost environment".split()
 
 
@@ -304,8 +288,7 @@ def test_numbers_that_are_none(make, no_curves):
     resumed = {**content()["training"], "resumed_at": 14}
     after = {"forward_kl": "nan", "loss": "inf"}
     folder = make("lost", metrics={"after": after, "log_history": logs, "training": resumed})
-    assert call(folder) == 0
-    text = " ".join(Page(folder / "report.html").text.split())
+    _, text = report_of(folder)
     assert "forward KL (nats/token) 1.100 NaN" in text and "loss (nats/token) 1.200 infinite" in text
     assert "6 steps since step 14" in text
     assert points(read_run(folder), "loss") == ([0, 1, 2], [1.0] * 3)
@@ -313,26 +296,28 @@ def test_numbers_that_are_none(make, no_curves):
 
 def test_errors(make, unfinished, tmp_path, capsys, no_curves):
     def told(code: int, *arguments) -> str:
-        assert call(*arguments) == code
-        printed = capsys.readouterr().err
-        assert "Traceback" not in printed
+        found, _, printed = commands.call(capsys, "report", *arguments)
+        assert found == code and "Traceback" not in printed
         return " ".join(printed.split())
 
-    folder = make("first")
-    assert "no such directory" in told(2, tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    message = told(2, tmp_path / "empty")
-    assert "neither metrics.json" in message and "trainer_state.json" in message
-    assert "is given twice" in told(2, folder, folder / ".")
-    assert "expected a name that ends in .html" in told(2, folder, "--output", folder / "metrics.json")
-    (tmp_path / "mine.html").write_text("mine")
-    assert "mine.html exists, and is no report" in told(2, folder, "--output", tmp_path / "mine.html")
-    assert (tmp_path / "mine.html").read_text() == "mine"
+    folder, mine = make("first"), tmp_path / "mine.html"
+    for place in ("empty", "wall"):
+        (tmp_path / place).mkdir() if place == "empty" else (tmp_path / place).touch()
+    mine.write_text("mine")
+    for arguments, message in (
+        ([tmp_path / "nowhere"], "no such directory"),
+        ([tmp_path / "empty"], "neither metrics.json"),
+        ([tmp_path / "empty"], "trainer_state.json"),
+        ([folder, folder / "."], "is given twice"),
+        ([folder, "--output", folder / "metrics.json"], "expected a name that ends in .html"),
+        ([folder, "--output", mine], "mine.html exists, and is no report"),
+        ([folder, "--output", tmp_path / "wall" / "a.html"], "cannot be written"),
+        ([], "Missing argument"),
+    ):
+        assert message in told(2, *arguments)
+    assert mine.read_text() == "mine"
     for force in (["--force"], []):  # the second time it is a report
-        assert call(folder, "--output", tmp_path / "mine.html", *force) == 0
-    (tmp_path / "wall").write_text("")
-    assert "cannot be written" in told(2, folder, "--output", tmp_path / "wall" / "a.html")
-    assert "Missing argument" in told(2)
+        told(0, folder, "--output", mine, *force)
 
     text = (folder / "metrics.json").read_text()
     for damaged, message in (
@@ -480,7 +465,7 @@ def test_a_run_ends_with_its_report(tmp_path, monkeypatch, capsys):
         assert told in text, told
     assert {path.name for path in (tmp_path / "out" / "plots").iterdir()} == {f"{chart}.png" for chart in drawn}
 
-    told = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    told = commands.metrics(tmp_path / "out")
     assert told["settings"]["max_steps"] == {"value": 3, "set_by": "command line"}
     assert told["environment"]["platform"] and told["finished_at"]
     assert "secret-token" not in json.dumps(told) + page.source

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import call, save_models, settings, texts, write_rows
+from commands import call, save_models, settings, texts, without_report, write_rows
 from processes import run_on
-from transformers import TrainerCallback
 
 import liger_trainer
 from liger_trainer.common.signals import SIGNALS, handling
@@ -24,7 +23,7 @@ SETTINGS = settings(max_steps=100000, per_device_train_batch_size=2, disable_tqd
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    without_report(monkeypatch)
     save_models(tmp_path, "student")
     write_rows(Path("rows.jsonl"), texts(20))
     Path("run.yaml").write_text(SETTINGS)
@@ -36,33 +35,22 @@ def run(capsys, *overrides: str) -> tuple[int, str]:
     return code, err
 
 
-class Send(TrainerCallback):
-    """Sends this process signals at the start of step 2, so long after one another."""
-
-    def __init__(self, *numbers, pause=0.0):
-        self.numbers, self.pause = numbers, pause
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            for number in self.numbers:
-                os.kill(os.getpid(), number)
-                time.sleep(self.pause)
-
-
 @pytest.fixture
 def send(monkeypatch):
-    """Have the next runs get signals."""
+    """Have the next runs get signals at the start of step 2, so long after one another."""
 
     def add(*numbers, pause=0.0):
         made = train_loop.StopEarly
 
         def stop(*args):
             callback = made(*args)
-            sender, begin = Send(*numbers, pause=pause), callback.on_step_begin
+            begin = callback.on_step_begin
 
             def on_step_begin(args, state, control, **kwargs):
                 begin(args, state, control, **kwargs)
-                sender.on_step_begin(args, state, control, **kwargs)
+                for number in numbers if state.global_step == 1 else ():
+                    os.kill(os.getpid(), number)
+                    time.sleep(pause)
 
             callback.on_step_begin = on_step_begin
             return callback

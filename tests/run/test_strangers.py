@@ -6,7 +6,7 @@ import re
 import datasets
 import pyarrow
 import pytest
-from commands import call, save_models, settings
+from commands import call, done, lines, metrics, save_models, settings, without_report
 from tiny import WORDS
 
 QUESTIONS = [" ".join(WORDS[i : i + 3]) for i in range(30)]
@@ -14,10 +14,6 @@ ANSWERS = [" ".join(WORDS[i + 3 : i + 6]) for i in range(30)]
 PAIRS = list(zip(QUESTIONS, ANSWERS, strict=True))
 CHATS = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in PAIRS]
 EACH = "every message, the user's too"
-
-
-def lines(rows) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +41,11 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def in_the_folder(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
 def seen(question: str, answer: str, kind: str) -> str:
     """The row as `preview` prints it, what is learned between marks. The first token of a row is never learned."""
     first, rest = question.split(" ", 1)
@@ -68,19 +69,16 @@ def seen(question: str, answer: str, kind: str) -> str:
     ],
 )  # fmt: skip
 def test_one_line_each(folder, monkeypatch, capsys, file, learned, kind):
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
-    code, out, err = call(capsys, "preview", "my.yaml", f"dataset_name={file}", "--rows", "1")
-    assert code == 0, err
+    without_report(monkeypatch)
+    out, _ = done(call(capsys, "preview", "my.yaml", f"dataset_name={file}", "--rows", "1"))
     found = re.search(r"── .*?(?:row |:)(\d+): .*\n(.*)", out)
     assert found is not None
     index = int(found[1]) - (not file.endswith((".json", ".csv", ".parquet", ".arrow")))
     assert " ".join(found[2].split()) == seen(*PAIRS[index], kind)
     assert re.search(rf"│ learned +│ {learned} +│", out)
     assert ("What the user says is learned too" in out) == (learned == EACH)
-    code, out, err = call(capsys, "run", "my.yaml", f"dataset_name={file}", f"output_dir=out-{file}")
-    assert code == 0, err
-    assert json.loads((folder / f"out-{file}" / "metrics.json").read_text())["data"]["learned"] == learned
+    out, _ = done(call(capsys, "run", "my.yaml", f"dataset_name={file}", f"output_dir=out-{file}"))
+    assert metrics(folder / f"out-{file}")["data"]["learned"] == learned
 
 
 @pytest.mark.parametrize(
@@ -91,26 +89,19 @@ def test_one_line_each(folder, monkeypatch, capsys, file, learned, kind):
         (["supervised_part=content"], "every message, the user's too without their headers"),
     ],
 )
-def test_what_is_learned_follows_the_settings(folder, monkeypatch, capsys, changes, learned):
-    monkeypatch.chdir(folder)
-    code, out, err = call(capsys, "preview", "my.yaml", "dataset_name=openai.jsonl", "--rows", "1", *changes)
-    assert code == 0, err
+def test_what_is_learned_follows_the_settings(folder, capsys, changes, learned):
+    out, _ = done(call(capsys, "preview", "my.yaml", "dataset_name=openai.jsonl", "--rows", "1", *changes))
     assert re.search(rf"│ learned +│ {learned[:40]}", out)
     assert ("What the user says" in out) == ("user" in learned)
     if "answers" in learned:
         assert seen(*PAIRS[0], "answers") in " ".join(out.split())
 
 
-def test_a_damaged_arrow_file_is_named(folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
+def test_files_that_cannot_be_read_are_named(folder, capsys):
     for source in ("stream", "feather"):
         (folder / "cut.arrow").write_bytes((folder / f"{source}.arrow").read_bytes()[:200])
         code, _, err = call(capsys, "preview", "my.yaml", "dataset_name=cut.arrow")
         assert code == 4 and "cut.arrow: cannot be read as arrow" in err
-
-
-def test_a_csv_file_in_another_encoding_is_said_to_be(folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
     (folder / "latin.csv").write_bytes("prompt,completion\nh\u00e9,\u00f6\n".encode("latin-1"))
     code, _, err = call(capsys, "preview", "my.yaml", "dataset_name=latin.csv")
     assert code == 4 and "Save it as UTF-8" in err

@@ -24,12 +24,43 @@ def settings(**changes: Any) -> str:
     return yaml.safe_dump({**_SETTINGS, **changes}, sort_keys=False)
 
 
-def call(capture: Any, *words: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `liger-trainer WORD ...`; `capture` is capsys or capfd."""
+def end_of(*words: object) -> int:
+    """The exit code of `liger-trainer WORD ...`."""
     with pytest.raises(SystemExit) as stopped:
         main([str(word) for word in words])
+    return int(stopped.value.code or 0)
+
+
+def call(capture: Any, *words: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `liger-trainer WORD ...`; `capture` is capsys or capfd."""
+    code = end_of(*words)
     printed = capture.readouterr()
-    return int(stopped.value.code or 0), printed.out, printed.err
+    return code, printed.out, printed.err
+
+
+def done(ended: tuple[int, str, str]) -> tuple[str, str]:
+    """Stdout and stderr of a command that has ended well."""
+    code, out, err = ended
+    assert code == 0, f"{out}{err}"
+    return out, err
+
+
+def without_report(patch: pytest.MonkeyPatch) -> None:
+    """Runs write no report: to draw it takes longer than to train. test_report.py has it."""
+    patch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+
+
+def metrics(folder: Path) -> dict:
+    """What a run has written, which is JSON without NaN."""
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads((folder / "metrics.json").read_text(), parse_constant=no_constant)
+
+
+def lines(rows: Iterable[dict]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def save_models(folder: Path, *names: str, **options: Any) -> None:
@@ -45,4 +76,4 @@ def texts(count: int) -> list[dict[str, str]]:
 
 def write_rows(file: Path, rows: Iterable[dict]) -> None:
     file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text(lines(rows))

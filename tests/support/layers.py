@@ -26,14 +26,14 @@ def swapped(part, module, **options):
     return model[0], report
 
 
-def run(module, x, autocast=False):
-    """Return the output, and the gradients of x and the parameters."""
-    x = x.clone().requires_grad_()
+def run(module, *inputs, autocast=False):
+    """Return the output, and the gradients of the inputs and the parameters."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
     module.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = module(x)
+        out = module(*inputs)
     out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape))
-    return out.detach(), x.grad, *(p.grad for p in module.parameters())
+    return out.detach(), *(x.grad for x in inputs), *(p.grad for p in module.parameters())
 
 
 def assert_same(got, want, bound=2e-6):

@@ -6,23 +6,16 @@ from pathlib import Path
 
 import pytest
 import transformers
+from commands import call
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
-from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching.patcher import PatchOptions, patch
 from liger_trainer.tools import doctor
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 OTHERS = ("MoonshineForConditionalGeneration", "T5ForConditionalGeneration", "ChameleonForConditionalGeneration")
-
-
-def run(capsys, *arguments):
-    """(exit code, stdout, stderr)."""
-    with pytest.raises(SystemExit) as exit:
-        main(["doctor", *arguments])
-    return exit.value.code, *capsys.readouterr()
 
 
 def test_a_model_type():
@@ -101,18 +94,18 @@ def test_unknown_models_are_errors_with_a_hint(tmp_path):
 
 
 def test_the_command(capsys):
-    code, out, _ = run(capsys, "llama4_text")
+    code, out, _ = call(capsys, "doctor", "llama4_text")
     assert code == 0
     assert "Llama4ForCausalLM" in out and "RMSNorm" in out and "its experts run by a loop" in " ".join(out.split())
-    assert "Left alone: none." in run(capsys, "llama")[1]
-    code, out, _ = run(capsys, "llama4_text", "--markdown")
+    assert "Left alone: none." in call(capsys, "doctor", "llama")[1]
+    code, out, _ = call(capsys, "doctor", "llama4_text", "--markdown")
     assert code == 0 and "| RMSNorm | 133 |" in out and "| Llama4TextExperts | its experts run by a loop" in out
 
 
 def test_exit_codes(capsys):
     for arguments, message in (([], "takes a model or --all"), (["llama", "--all"], "takes a model or --all"),
                                (["lama"], "Did you mean llama")):  # fmt: skip
-        code, out, err = run(capsys, *arguments)
+        code, out, err = call(capsys, "doctor", *arguments)
         assert code == 2 and message in err and not out
 
 
@@ -137,13 +130,13 @@ def test_other_classes_have_a_causal_lm_head_too(monkeypatch):
 def test_every_family(some, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "diagnose_all", lambda: some)
     monkeypatch.setenv("COLUMNS", "200")
-    code, out, _ = run(capsys, "--all")
+    code, out, _ = call(capsys, "doctor", "--all")
     assert code == 0
     assert all(
         word in out
         for word in ("llama", "llama4_text", "reformer", "SwiGLU", "fused", "Llama4TextExperts", "is_decoder=True")
     )
-    code, out, _ = run(capsys, "--all", "--markdown")
+    code, out, _ = call(capsys, "doctor", "--all", "--markdown")
     assert code == 0
     assert f"transformers {transformers.__version__}" in out
     assert "Of 3 families 2 can be built" in out and "norms of 2, the MLPs or experts of 2" in out

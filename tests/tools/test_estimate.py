@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers
 import yaml
+from commands import call, write_rows
 from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, SIZES, VOCAB, tiny_model, tiny_tokenizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import estimates
-from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError
 from liger_trainer.losses.spec import Distillation, LossOptions
 from liger_trainer.patching.patcher import base_of, patch
@@ -55,10 +55,15 @@ def parts(memory, phase: str):
     return memory.peaks[phase].parts
 
 
-def weights(spec: StepSpec) -> int:
+def built(spec: StepSpec) -> Any:
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(spec.student.config)
-    return sum(-(-p.numel() * spec.student.dtype.itemsize // BLOCK) * BLOCK for p in model.parameters())
+        return transformers.AutoModelForCausalLM.from_config(spec.student.config)
+
+
+def weights(spec: StepSpec, part: Any = None) -> int:
+    """The bytes of a model's weights, or of a part's, in whole blocks."""
+    part = built(spec) if part is None else part
+    return sum(-(-p.numel() * spec.student.dtype.itemsize // BLOCK) * BLOCK for p in part.parameters())
 
 
 def _trained(tracker: MemoryTracker) -> dict:
@@ -171,9 +176,7 @@ def test_mlps_made_again_keep_neither_gate_nor_up(peft):
 
 def test_autocast_copies_each_weight_of_a_product_once_but_those_that_an_op_casts():
     spec = step(autocast=torch.bfloat16)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(spec.student.config)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    layers = {name: m for name, m in built(spec).named_modules() if isinstance(m, torch.nn.Linear)}
     alone = ("o_proj", "lm_head")  # the others are computed by `linears` and `gated_linear`, which keep no cast weight
     linear = sum(m.weight.numel() for name, m in layers.items() if name.endswith(alone))
     assert parts(simulate(spec), "loss")["autocast copies"] == pytest.approx(2 * linear, rel=0.01)
@@ -238,21 +241,16 @@ def _with_an_unused_weight(build, spec, by_lengths):
     "family, accumulation, options",
     [
         pytest.param("llama", 4, {"autocast": torch.bfloat16, "checkpointing": {}}, marks=pytest.mark.slow),
-        pytest.param(
-            "qwen3",
-            1,
-            {"autocast": torch.bfloat16, "checkpointing": {}, "peft": LORA, "optimizer": FOREACH},
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("qwen3", 1, {"autocast": torch.bfloat16, "checkpointing": {}, "peft": LORA, "optimizer": FOREACH},
+                     marks=pytest.mark.slow),
         ("gemma3", 4, {"loss": LossOptions(distillation=Distillation())}),  # with a teacher
     ],
-)
+)  # fmt: skip
 def test_one_micro_batch_finds_the_peaks_of_two_whole_steps(family, options, accumulation, monkeypatch):
     model = ModelSpec(config_of(family), torch.float32)
     teacher = model if "loss" in options else None
-    monkeypatch.setattr(
-        memory_simulation, "_built", functools.partial(_with_an_unused_weight, memory_simulation._built)
-    )
+    made = functools.partial(_with_an_unused_weight, memory_simulation._built)
+    monkeypatch.setattr(memory_simulation, "_built", made)
     spec = step(student=model, teacher=teacher, accumulation=accumulation, **options)
     batches = []
     micro_batch = memory_simulation._TrainerSteps._micro_batch
@@ -266,12 +264,6 @@ def test_one_micro_batch_finds_the_peaks_of_two_whole_steps(family, options, acc
         assert found.peaks[phase].bytes == pytest.approx(peak.bytes, abs=2 * BLOCK)
         for part in peak.parts:
             assert found.peaks[phase].parts[part] == pytest.approx(peak.parts[part], abs=2 * BLOCK)
-
-
-def _of_layers(spec: StepSpec) -> int:
-    with torch.device("meta"):
-        layers = transformers.AutoModelForCausalLM.from_config(spec.student.config).model.layers
-    return sum(-(-p.numel() * spec.student.dtype.itemsize // BLOCK) * BLOCK for p in layers.parameters())
 
 
 @pytest.mark.parametrize(
@@ -293,9 +285,9 @@ def test_graphs_have_the_memory_of_the_layers_apart(options, monkeypatch):
     assert without.pools.keys() == {None} and pooled.pools.keys() == {None, "student"}
     assert without.pools[None] > pooled.pools[None]
     if "peft" not in options:  # gradients of the layers' weights lie in the pool until the next step
-        assert pooled.pools["student"] > _of_layers(spec)
+        assert pooled.pools["student"] > weights(spec, built(spec).model.layers)
         state = auto.peaks["optimizer"].parts["optimizer state"]
-        rest = auto.peaks["optimizer"].bytes - _of_layers(spec)
+        rest = auto.peaks["optimizer"].bytes - weights(spec, built(spec).model.layers)
         assert pooled.outside["optimizer"] <= rest and rest - pooled.outside["optimizer"] < 0.1 * state
 
 
@@ -399,7 +391,7 @@ def project(tmp_path, monkeypatch):
     config.save_pretrained("student")
     tiny_tokenizer().save_pretrained("student")
     rows = [{"prompt": "w1 w2", "completion": " ".join(["w3"] * (5 + i % 7))} for i in range(40)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     settings = {
         "model_name_or_path": "student", "dataset_name": "rows.jsonl", "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2, "num_train_epochs": 1, "output_dir": "out", "max_length": 128,
@@ -408,10 +400,13 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
+def estimated(capsys, *arguments: str) -> tuple[int, str, str]:
+    return call(capsys, "estimate", "run.yaml", *arguments)
+
+
 def _json(capsys, *arguments: str) -> dict:
-    with pytest.raises(SystemExit) as left:
-        main(["estimate", "run.yaml", "--json", *arguments])
-    return {**json.loads(capsys.readouterr().out), "code": left.value.code}
+    code, out, _ = estimated(capsys, "--json", *arguments)
+    return {**json.loads(out), "code": code}
 
 
 def test_the_command(project, capsys):
@@ -426,9 +421,7 @@ def test_the_command(project, capsys):
     always = _json(capsys, "cuda_graphs=always")
     assert always["parts_mib"]["CUDA graphs"] == pytest.approx(found["graphs_mib"]) == always["graphs_mib"]
     assert _json(capsys, "accelerate_config=ddp")["graphs_mib"] is None
-    with pytest.raises(SystemExit):
-        main(["estimate", "run.yaml", "--gpu", "H100 80GB"])
-    assert "CUDA graphs keep" in capsys.readouterr().out
+    assert "CUDA graphs keep" in estimated(capsys, "--gpu", "H100 80GB")[1]
 
 
 def test_what_does_not_fit_is_exit_code_3_with_what_takes_less(project, capsys, monkeypatch):
@@ -475,9 +468,8 @@ def test_a_cache_of_hidden_states_takes_its_head_and_two_bytes_a_value(project, 
         assert counted["capture_mib"] == pytest.approx(named["capture_mib"] + arrays * logits)
     wide = _json(capsys, *HIDDEN, "teacher_model_name_or_path=teacher", "bf16=false")
     assert wide["parts_mib"]["teacher weights"] == pytest.approx(2 * head / 2**20)
-    with pytest.raises(SystemExit):
-        main(["estimate", "run.yaml", *HIDDEN])
-    assert "teacher_model_name_or_path: missing, and no cache tells the width" in capsys.readouterr().err
+    missing = "teacher_model_name_or_path: missing, and no cache tells the width"
+    assert missing in estimated(capsys, *HIDDEN)[2]
 
 
 def test_what_cannot_be_estimated_is_said(project, capsys):
@@ -493,10 +485,8 @@ def test_what_cannot_be_estimated_is_said(project, capsys):
         (["deepspeed=list.json"], "list.json: expected keys with values, got a list"),
         (["accelerate_config=list.json"], "list.json: expected keys with values, got a list"),
     ):
-        with pytest.raises(SystemExit) as left:
-            main(["estimate", "run.yaml", *arguments])
-        assert left.value.code == 2
-        assert message in capsys.readouterr().err
+        code, _, err = estimated(capsys, *arguments)
+        assert code == 2 and message in err
 
 
 def test_the_benchmark_estimates_and_trains_a_point(tmp_path, monkeypatch):

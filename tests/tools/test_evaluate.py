@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from commands import call, done, save_models, write_rows
 from peft import LoraConfig, get_peft_model
-from tiny import WORDS, kl, tiny_model, tiny_tokenizer
+from tiny import WORDS, kl, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from liger_trainer.cli import main
 from liger_trainer.cli.evaluate import split_targets
 from liger_trainer.errors import ConfigError
 from liger_trainer.tools.evaluate import calibration_error, signed_confidence
@@ -34,18 +34,14 @@ def rows(count: int, start: int) -> list[dict]:
 def folder(tmp_path_factory):
     """Two models, rows, a configuration, a run with whole weights and one with adapters."""
     folder = tmp_path_factory.mktemp("eval")
-    for seed, name in enumerate(("student", "teacher", "run")):
-        tiny_model("llama_tied", seed=seed).save_pretrained(folder / name)
-        tiny_tokenizer().save_pretrained(folder / name)
+    save_models(folder, "student", "teacher", "run")
     adapted = get_peft_model(
         AutoModelForCausalLM.from_pretrained(folder / "student"),
         LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False),
     )
     adapted.save_pretrained(folder / "adapters")
-    (folder / "rows").mkdir()
     for split, (count, start) in {"train": (6, 20), "test": (9, 5)}.items():
-        lines = (json.dumps(row) + "\n" for row in rows(count, start))
-        (folder / "rows" / f"{split}.jsonl").write_text("".join(lines))
+        write_rows(folder / "rows" / f"{split}.jsonl", rows(count, start))
     for place in ("run.yaml", "run/config.yaml", "adapters/config.yaml"):
         (folder / place).write_text(yaml.safe_dump(SETTINGS))
     return folder
@@ -57,13 +53,14 @@ def evaluate(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
 
     def run(*arguments: str):
-        with pytest.raises(SystemExit) as stopped:
-            main(["eval", *arguments])
-        printed = capsys.readouterr()
-        out = json.loads(printed.out) if "--json" in arguments and printed.out else printed.out
-        return int(stopped.value.code or 0), out, printed.err
+        code, out, err = call(capsys, "eval", *arguments)
+        return code, json.loads(out) if "--json" in arguments and out else out, err
 
     return run
+
+
+def load(path):
+    return AutoModelForCausalLM.from_pretrained(path).eval()
 
 
 def by_hand(student, teacher) -> dict[str, float]:
@@ -101,12 +98,9 @@ def _binned(signed: torch.Tensor) -> float:
 
 
 def test_every_metric_is_that_of_plain_torch(folder, evaluate):
-    code, found, error = evaluate("run", "run.yaml", "adapters", "--json")
-    assert code == 0, error
+    found, _ = done(evaluate("run", "run.yaml", "adapters", "--json"))
     assert [e["name"] for e in found["evaluations"]] == ["run", "run.yaml", "adapters"]
-    teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher").eval()
-    merged = AutoModelForCausalLM.from_pretrained(folder / "adapters").eval()
-    students = [*(AutoModelForCausalLM.from_pretrained(folder / n).eval() for n in ("run", "student")), merged]
+    teacher, *students = (load(folder / n) for n in ("teacher", "run", "student", "adapters"))
     for evaluation, student in zip(found["evaluations"], students, strict=True):
         truth = by_hand(student, teacher)
         got = {name: evaluation["metrics"][name] for name in truth}
@@ -122,13 +116,10 @@ def test_several_teachers_and_the_students_own_base(folder, evaluate, tmp_path):
                    enumerate(teachers)]  # fmt: skip
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({**config, "teachers": entries}))
     (tmp_path / "self.yaml").write_text(yaml.safe_dump({**config, "teacher": "self", "use_peft": True}))
-    code, found, error = evaluate(str(tmp_path / "two.yaml"), str(tmp_path / "self.yaml"), "--json")
-    assert code == 0, error
+    found, _ = done(evaluate(str(tmp_path / "two.yaml"), str(tmp_path / "self.yaml"), "--json"))
     two, own = found["evaluations"]
     assert two["teacher"] == "teacher, run" and own["teacher"] is None
-    student, *teachers = (
-        AutoModelForCausalLM.from_pretrained(folder / n).eval() for n in ("student", "teacher", "run")
-    )
+    student, *teachers = (load(folder / n) for n in ("student", "teacher", "run"))
     want = [by_hand(student, teacher)["forward_kl"] for teacher in teachers]
     assert [two["metrics"][f"of_{n}/forward_kl"] for n in ("tea", "run")] == pytest.approx(want, rel=1e-4)
     assert two["metrics"]["forward_kl"] == pytest.approx((want[0] + 2 * want[1]) / 3, rel=1e-4)
@@ -141,8 +132,7 @@ def test_several_teachers_and_the_students_own_base(folder, evaluate, tmp_path):
 def test_no_value_of_a_projector_that_was_not_learned(evaluate, tmp_path, projector):
     losses = [{"type": "forward_kl"}, {"type": "hidden_mse", "projector": projector}]
     (tmp_path / "hidden.yaml").write_text(yaml.safe_dump({**SETTINGS, "losses": losses}))
-    code, found, error = evaluate(str(tmp_path / "hidden.yaml"), "~beta", "--json")
-    assert code == 0, error
+    found, _ = done(evaluate(str(tmp_path / "hidden.yaml"), "~beta", "--json"))
     metrics = found["evaluations"][0]["metrics"]
     assert {name in metrics for name in ("loss", "loss/hidden_mse")} == {not projector}
     assert "loss/forward_kl" in metrics and "kd_loss" in metrics
@@ -150,8 +140,7 @@ def test_no_value_of_a_projector_that_was_not_learned(evaluate, tmp_path, projec
 
 def test_one_table_and_the_file(folder, evaluate, tmp_path):
     file = tmp_path / "found.json"
-    code, out, error = evaluate("run", "run.yaml", "max_eval_rows=4", "--output", str(file))
-    assert code == 0, error
+    out, error = done(evaluate("run", "run.yaml", "max_eval_rows=4", "--output", str(file)))
     for title in ("forward KL", "reverse KL", "JSD", "agreement@1", "teacher entropy", "calibration error"):
         assert title in out
     written = json.loads(file.read_text())
@@ -171,20 +160,19 @@ def test_fine_tuning_has_its_own_rows(evaluate):
 
 
 def test_what_cannot_be_evaluated_is_said(folder, evaluate, tmp_path):
+    for name in ("empty", "cut"):
+        (tmp_path / name).mkdir()
+        shutil.copy(folder / "run.yaml", tmp_path / name / "config.yaml")
+    (tmp_path / "cut" / "model.safetensors").write_bytes(b"cut off")
+    shutil.copy(folder / "run/config.json", tmp_path / "cut")
     for target, code, message in (
         ("student", 2, "holds no config.yaml"),
         ("nowhere", 2, "neither a file nor a built-in configuration"),
+        (tmp_path / "empty", 2, "holds no weights"),
+        (tmp_path / "cut", 6, "cannot be read"),
     ):
         found, _, error = evaluate(target)
         assert found == code and message in error
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    shutil.copy(folder / "run.yaml", empty / "config.yaml")
-    assert "holds no weights" in evaluate(str(empty))[2]
-    (empty / "model.safetensors").write_bytes(b"cut off")
-    shutil.copy(folder / "run/config.json", empty)
-    code, _, error = evaluate(str(empty))
-    assert code == 6 and "cannot be read" in error
 
 
 def test_targets_come_before_settings():

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import end_of, write_rows
 from served import served
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import liger_trainer
-from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError, CorruptError, DataError
 from liger_trainer.extras.generate import run as generation
 from liger_trainer.extras.generate.options import GenerateOptions, read_options
@@ -25,10 +25,6 @@ from liger_trainer.extras.generate.sieve import NearDuplicates, Sample, Sieve, g
 from liger_trainer.extras.generate.teachers import ServedTeacher
 
 SMALL = {"max_new_tokens": 24, "max_prompt_tokens": 24, "batch_size": 4, "near_duplicates": 1.0, "max_repetition": 1.0}
-
-
-def words_of(line: str) -> list[str]:
-    return line.lower().split()
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +40,16 @@ def prompts(tmp_path) -> str:
     rng = random.Random(os.urandom(4))
     path = tmp_path / "prompts.jsonl"
     texts = [" ".join([word, *rng.choices(WORDS, k=rng.randint(0, 8))]) for word in rng.sample(WORDS, 10)]
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    write_rows(path, [{"prompt": text} for text in texts])
     return str(path)
 
 
+def read(path: Path | str) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
 def rows_in(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    return read(folder / "train.jsonl")
 
 
 def made(teacher: str, folder: Path, **options):
@@ -62,8 +62,8 @@ def test_greedy_completions_are_those_of_the_model(teacher, prompts, tmp_path):
     generated = made(teacher, tmp_path / "out", **options)
     model, tokenizer = tiny_model(seed=3), tiny_tokenizer()
     want = {}
-    for line in Path(prompts).read_text().splitlines():
-        messages = [{"role": "user", "content": json.loads(line)["prompt"]}]
+    for row in read(prompts):
+        messages = [{"role": "user", "content": row["prompt"]}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         alone = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
         out = model.generate(**alone, max_new_tokens=24, do_sample=False)[0, len(ids) :]
@@ -80,8 +80,7 @@ def test_drawn_prompts_follow_the_models_probabilities(teacher, tmp_path):
     made(teacher, tmp_path / "out", num_rows=270, batch_size=256, keep_unfinished=True, max_new_tokens=2)
     assert len(rows_in(tmp_path / "out")) == 270
     firsts = Counter()
-    for line in (tmp_path / "out/samples/part-000000.jsonl").read_text().splitlines():
-        sample = json.loads(line)
+    for sample in read(tmp_path / "out/samples/part-000000.jsonl"):
         firsts[sample["prompt"][0]["content"].split()[0] if sample["prompt"] else ""] += 1
     tokenizer = tiny_tokenizer()
     with torch.no_grad():
@@ -100,10 +99,8 @@ def test_the_seed_decides_the_rows(teacher, prompts, tmp_path):
 
     assert texts("a") == texts("b") != texts("c", seed=7)
     assert texts("greedy", temperature=0) == texts("k", top_k=1) == texts("p", top_p=1e-6)
-    two = Counter(
-        row["prompt"][0]["content"] for row in map(json.loads, texts("d", completions_per_prompt=2).split(b"\n")[:-1])
-    )
-    assert max(two.values()) == 2
+    texts("d", completions_per_prompt=2)
+    assert max(Counter(row["prompt"][0]["content"] for row in rows_in(tmp_path / "d")).values()) == 2
 
 
 KILLED = """
@@ -160,21 +157,15 @@ def test_ctrl_c_keeps_the_batches_before(teacher, prompts, tmp_path, monkeypatch
         return ask(self, ids, *rest)
 
     monkeypatch.setattr(generation.LocalTeacher, "ask", interrupted)
-    assert command("generate", teacher, str(tmp_path / "out"), *words) == 130
+    assert end_of("generate", teacher, str(tmp_path / "out"), *words) == 130
     assert "the same command goes on" in capsys.readouterr().err
-    assert command("generate", teacher, str(tmp_path / "out"), *words) == 0
+    assert end_of("generate", teacher, str(tmp_path / "out"), *words) == 0
     assert len(asked) == 4  # three batches of ten prompts, the third one twice
     before = (tmp_path / "out/train.jsonl").read_bytes()
-    assert command("generate", teacher, str(tmp_path / "out"), *words) == 0
+    assert end_of("generate", teacher, str(tmp_path / "out"), *words) == 0
     assert len(asked) == 4 and (tmp_path / "out/train.jsonl").read_bytes() == before
-    assert command("generate", teacher, str(tmp_path / "out"), *words, "seed=1") == 2
+    assert end_of("generate", teacher, str(tmp_path / "out"), *words, "seed=1") == 2
     assert "seed was 42 and is 1" in capsys.readouterr().err
-
-
-def command(*words: str) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main(list(words))
-    return int(stopped.value.code or 0)
 
 
 def test_a_run_reads_the_rows(teacher, prompts, tmp_path, capsys):
@@ -183,7 +174,7 @@ def test_a_run_reads_the_rows(teacher, prompts, tmp_path, capsys):
     generated = liger_trainer.generate_dataset(teacher, str(folder), options, lambda *rows: counts.append(rows))
     assert counts[-1] == (generated.rows, None) and len(counts) == 4  # nothing stored, then three batches
     (tmp_path / "my.yaml").write_text(f"model_name_or_path: {teacher}\ndataset_name: {folder}\nuse_cpu: true\n")
-    assert command("preview", str(tmp_path / "my.yaml"), "--rows", "1") == 0
+    assert end_of("preview", str(tmp_path / "my.yaml"), "--rows", "1") == 0
     assert "<assistant>" in capsys.readouterr().out
     import datasets
 
@@ -198,18 +189,17 @@ def test_damage_and_strangers_are_noticed(teacher, prompts, tmp_path):
     part = tmp_path / "out/samples/part-000001.jsonl"
     part.write_bytes(part.read_bytes().replace(b"w", b"v", 1))
     (tmp_path / "out/train.jsonl").unlink()
-    with pytest.raises(CorruptError, match=r"part-000001\.jsonl is not what was written"):
-        made(teacher, tmp_path / "out", **options)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/mine.txt").write_text("x")
-    with pytest.raises(ConfigError, match=r"other files \(mine\.txt\)"):
-        made(teacher, tmp_path / "other", **options)
-    with pytest.raises(DataError, match="none is left"):
-        made(teacher, tmp_path / "none", prompts=prompts, min_completion_words=99)
-    with pytest.raises(ConfigError, match="^prompts: no such file or directory: missing.txt$"):
-        made(teacher, tmp_path / "none", prompts="missing.txt")
-    with pytest.raises(ConfigError, match="reads at most 128"):
-        made(teacher, tmp_path / "long", prompts=prompts, max_new_tokens=120)
+    for folder, changes, error, message in (
+        ("out", {}, CorruptError, r"part-000001\.jsonl is not what was written"),
+        ("other", {}, ConfigError, r"other files \(mine\.txt\)"),
+        ("none", {"min_completion_words": 99}, DataError, "none is left"),
+        ("none", {"prompts": "missing.txt"}, ConfigError, "^prompts: no such file or directory: missing.txt$"),
+        ("long", {"max_new_tokens": 120}, ConfigError, "reads at most 128"),
+    ):
+        with pytest.raises(error, match=message):
+            made(teacher, tmp_path / folder, **{**options, **changes})
 
 
 @pytest.mark.parametrize(
@@ -241,13 +231,8 @@ def test_a_server_is_asked_for_what_a_model_would_be(teacher, prompts, tmp_path)
 
     with served(tiny_model()) as server:
         server.answer = answered
-        options = {
-            "prompts": prompts,
-            "teacher_server_base_url": server.url,
-            "teacher_server_model": "tiny",
-            "top_k": 5,
-        }
-        generated = made(teacher, tmp_path / "out", **options)
+        of_server = {"teacher_server_base_url": server.url, "teacher_server_model": "tiny"}
+        generated = made(teacher, tmp_path / "out", prompts=prompts, top_k=5, **of_server)
     assert {row["completion"][0]["content"] for row in rows_in(tmp_path / "out")} == {"w1 w2 ?"}
     assert len(server.requests) == generated.samples == 10 and generated.tokens == 30
     asked = server.requests[0]
@@ -255,9 +240,7 @@ def test_a_server_is_asked_for_what_a_model_would_be(teacher, prompts, tmp_path)
     assert len({request["seed"] for request in server.requests}) == 10
     tokenizer = tiny_tokenizer()
     texts = {tokenizer.decode(request["prompt"]) for request in server.requests}
-    assert texts == {
-        f"<user> {json.loads(line)['prompt']} <assistant>" for line in Path(prompts).read_text().splitlines()
-    }
+    assert texts == {f"<user> {row['prompt']} <assistant>" for row in read(prompts)}
 
 
 def test_a_servers_key_and_patience_are_passed_on(teacher, monkeypatch):
@@ -284,31 +267,28 @@ def asked_by(monkeypatch, teacher, folder, **options) -> list[str]:
     return texts
 
 
-def test_a_system_prompt_is_read_and_kept(teacher, prompts, tmp_path, monkeypatch):
-    texts = asked_by(monkeypatch, teacher, tmp_path / "out", prompts=prompts, system_prompt="w9 w8")
+def test_prompts_are_read_with_a_system_prompt_as_they_are_and_without_answers(teacher, prompts, tmp_path, monkeypatch):
+    def asked(name, **options):
+        with monkeypatch.context() as patch:
+            return asked_by(patch, teacher, tmp_path / name, **{"prompts": prompts, **options})
+
+    texts = asked("system", system_prompt="w9 w8")
     assert texts and all(text.startswith("<user> w9 w8 <user> ") for text in texts)
     system = {"role": "system", "content": "w9 w8"}
-    assert all(row["prompt"][0] == system for row in rows_in(tmp_path / "out"))
-
-
-def test_plain_prompts_are_continued_as_they_are(teacher, prompts, tmp_path, monkeypatch):
-    texts = asked_by(monkeypatch, teacher, tmp_path / "out", prompts=prompts, plain=True)
-    given = {json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()}
-    assert set(texts) == given and {row["prompt"] for row in rows_in(tmp_path / "out")} <= given
-
-
-def test_rows_whose_answers_are_missing_have_prompts(teacher, tmp_path, monkeypatch):
+    assert all(row["prompt"][0] == system for row in rows_in(tmp_path / "system"))
+    given = {row["prompt"] for row in read(prompts)}
+    assert set(asked("plain", plain=True)) == given >= {row["prompt"] for row in rows_in(tmp_path / "plain")}
     rows = [{"prompt": "w1", "completion": "w2"}, {"prompt": "w3", "completion": None}, {"prompt": "w4"}]
-    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    texts = asked_by(monkeypatch, teacher, tmp_path / "out", prompts=str(tmp_path / "asked.jsonl"))
+    write_rows(tmp_path / "asked.jsonl", rows)
+    texts = asked("missing", prompts=str(tmp_path / "asked.jsonl"))
     assert all(any(word in text for text in texts) for word in ("w1", "w3", "w4"))
 
 
 def test_prompts_come_from_the_split_that_is_named(teacher, tmp_path, monkeypatch):
-    (tmp_path / "data").mkdir()
-    for split, word in (("train", "w1"), ("test", "w2")):
-        (tmp_path / "data" / f"{split}.jsonl").write_text(json.dumps({"prompt": word}) + "\n")
-    for split, word in (("train", "w1"), ("test", "w2")):
+    splits = (("train", "w1"), ("test", "w2"))
+    for split, word in splits:
+        write_rows(tmp_path / "data" / f"{split}.jsonl", [{"prompt": word}])
+    for split, word in splits:
         with monkeypatch.context() as patch:
             options = {"prompts": str(tmp_path / "data"), "prompts_split": split}
             assert asked_by(patch, teacher, tmp_path / split, **options) == [f"<user> {word} <assistant>"]

@@ -1,24 +1,27 @@
 """`init-student`: what importance measures, what narrowing keeps, and what the command writes and refuses."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
+import commands
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import done, write_rows
 from quick_cases import slow_but
 from tiny import VOCAB, WORDS, divergence_by_hand, spread_weights, tiny_model, tiny_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 
-from liger_trainer.cli import main
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.extras.students.elimination import eliminate_layers
 from liger_trainer.extras.students.importance import Importance, measure_importance
 from liger_trainer.extras.students.make import build_student
 from liger_trainer.extras.students.narrowing import layer_mlps, narrow_mlps
+from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.drop_layers import drop_layers
 
 LAYERS, IDENTITY = 5, 2
@@ -64,24 +67,20 @@ def by_hand(model, rows: list[torch.Tensor]) -> list[float]:
 
 def rows_of(inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
     padded, plain = inputs
-    return [*(row[m.bool()] for row, m in zip(padded["input_ids"], padded["attention_mask"], strict=True)), *plain[
-        "input_ids"
-    ]]  # fmt: skip
+    return [ids[m.bool()] for ids, m in zip(padded["input_ids"], padded["attention_mask"], strict=True)] + [
+        *plain["input_ids"]
+    ]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @torch.no_grad()
 def test_importance_is_one_minus_the_mean_cosine_over_tokens(family):
+    """A layer that is nearly the identity ranks lowest."""
     model = planted(family)
     measured = measure_importance(model.train(), batches())
     assert model.training and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert measured.tokens == 11 + 7 + 10 + 6
     assert measured.layers == pytest.approx(by_hand(model.eval(), rows_of(batches())), abs=2e-6)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_layer_that_is_nearly_the_identity_ranks_lowest(family):
-    measured = measure_importance(planted(family), batches())
     others = [value for index, value in enumerate(measured.layers) if index != IDENTITY]
     assert measured.layers[IDENTITY] < 0.01 * min(others)
     for count in range(1, LAYERS):
@@ -106,13 +105,36 @@ def test_units_are_ranked_by_their_mean_absolute_activation():
         torch.testing.assert_close(units.float(), active, rtol=1e-4, atol=1e-6)
 
 
-def test_importance_refuses_what_it_cannot_compare():
-    with pytest.raises(DataError, match="no token"):
-        measure_importance(tiny_model("llama"), [])
-    model = tiny_model("llama")
+def no_hook(model):
+    pass
+
+
+def of_text(model):
     model.model.layers[1].register_forward_hook(lambda *_: "nothing")
-    with pytest.raises(ConfigError, match="LlamaDecoderLayer does not"):
-        measure_importance(model, batches())
+
+
+def of_a_pair(model):
+    model.model.layers[1].register_forward_hook(lambda module, args, output: (output, None))
+
+
+def wrap_head(model):
+    model.lm_head = nn.Sequential(model.lm_head)
+
+
+@pytest.mark.parametrize(
+    ("measure", "change", "inputs", "error", "message"),
+    [
+        ("importance", no_hook, lambda: [], DataError, "no token"),
+        ("importance", of_text, lambda: batches(), ConfigError, "LlamaDecoderLayer does not"),
+        ("elimination", of_a_pair, lambda: supervised(), ConfigError, "LlamaDecoderLayer does not take .* block_influ"),
+        ("elimination", wrap_head, lambda: supervised(), ConfigError, "head of LlamaForCausalLM is no linear map"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(measure, change, inputs, error, message):
+    model = tiny_model("llama")
+    change(model)
+    with pytest.raises(error, match=message):
+        measure_importance(model, inputs()) if measure == "importance" else eliminate_layers(model, inputs(), 1)
 
 
 def distance(whole, part, rows) -> float:
@@ -162,17 +184,6 @@ def test_only_supervised_tokens_count():
     assert first.layer == IDENTITY and first.forward_kl == pytest.approx(expected, rel=1e-4, abs=1e-7)
     with pytest.raises(DataError, match="no supervised token"):
         eliminate_layers(model, inputs[:1], 1)
-
-
-def test_elimination_refuses_layers_and_heads_that_it_cannot_leave_out():
-    model = tiny_model("llama")
-    hook = model.model.layers[1].register_forward_hook(lambda module, args, output: (output, None))
-    with pytest.raises(ConfigError, match="LlamaDecoderLayer does not take .* block_influence"):
-        eliminate_layers(model, supervised(), 1)
-    hook.remove()
-    model.lm_head = nn.Sequential(model.lm_head)
-    with pytest.raises(ConfigError, match="head of LlamaForCausalLM is no linear map"):
-        eliminate_layers(model, supervised(), 1)
 
 
 def phi3():
@@ -252,18 +263,13 @@ def call(teachers, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("teacher", "gemma"):
         (tmp_path / name).symlink_to(teachers / name)
-    rows = [
-        {"prompt": " ".join(WORDS[i : i + 3]), "completion": " " + " ".join(WORDS[i + 3 : i + 6 + i % 4])}
-        for i in range(24)
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [(WORDS[i : i + 3], WORDS[i + 3 : i + 6 + i % 4]) for i in range(24)]
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": " ".join(a), "completion": " " + " ".join(b)} for a, b in rows])
     (tmp_path / "make.yaml").write_text(SETTINGS)
 
     def run_main(*overrides: str, command: str = "init-student") -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stopped:
-            main([command, "make.yaml", *overrides])
-        printed = capsys.readouterr()
-        return int(stopped.value.code or 0), " ".join(printed.out.split()), printed.err
+        code, out, err = commands.call(capsys, command, "make.yaml", *overrides)
+        return code, " ".join(out.split()), err
 
     return run_main
 
@@ -274,24 +280,14 @@ def record_in(folder: str) -> dict:
 
 def held_out_metrics(student, teacher) -> dict[str, float]:
     """Of the rows that the configuration holds out, one at a time, in plain torch."""
-    from liger_trainer.run.data.datasets import load_run_datasets
-
     tokenizer, values = AutoTokenizer.from_pretrained("teacher"), []
     for row in load_run_datasets(load_run_config("make.yaml")).test:
         prompt = len(tokenizer(row["prompt"])["input_ids"])
         ids = torch.tensor([[*tokenizer(row["prompt"] + row["completion"])["input_ids"], tokenizer.eos_token_id]])
         q, p = (model(ids).logits[0, prompt - 1 : -1].double() for model in (student, teacher))
-        values.append(
-            torch.stack(
-                [
-                    divergence_by_hand(q, p, "forward_kl", 1.0),
-                    divergence_by_hand(q, p, "reverse_kl", 1.0),
-                    (q.argmax(-1) == p.argmax(-1)).double(),
-                    F.cross_entropy(q, ids[0, prompt:], reduction="none"),
-                    F.cross_entropy(p, ids[0, prompt:], reduction="none"),
-                ]
-            )
-        )
+        kls = [divergence_by_hand(q, p, kind, 1.0) for kind in ("forward_kl", "reverse_kl")]
+        losses = [F.cross_entropy(x, ids[0, prompt:], reduction="none") for x in (q, p)]
+        values.append(torch.stack([*kls, (q.argmax(-1) == p.argmax(-1)).double(), *losses]))
     means = torch.cat(values, 1).mean(1)
     means[3:].exp_()
     names = ("forward_kl", "reverse_kl", "agreement_at_1", "student_perplexity", "teacher_perplexity")
@@ -301,8 +297,7 @@ def held_out_metrics(student, teacher) -> dict[str, float]:
 @torch.no_grad()
 def test_the_most_important_layers_are_kept_bit_for_bit_and_measured(call):
     Path("out-student").mkdir()  # empty: it is taken
-    code, out, err = call()
-    assert code == 0, err
+    out, _ = done(call())
     record = record_in("out-student")
     kept = record["layers_kept"]
     assert len(kept) == 3 and IDENTITY not in kept and record["teacher"] == "teacher"
@@ -335,8 +330,7 @@ def test_the_most_important_layers_are_kept_bit_for_bit_and_measured(call):
 
 def test_greedy_choice_is_recorded_and_the_command_takes_it_out(call):
     Path("make.yaml").write_text(SETTINGS + "student_layer_choice: greedy_kl\n")
-    code, out, err = call()
-    assert code == 0, err
+    out, _ = done(call())
     assert out.endswith("model_name_or_path=out-student '~student_num_layers' '~student_layer_choice'")
     record = record_in("out-student")
     assert record["chosen_by"] == {"student_num_layers": 3, "student_layer_choice": "greedy_kl"}
@@ -345,12 +339,9 @@ def test_greedy_choice_is_recorded_and_the_command_takes_it_out(call):
     assert record["layers_kept"] == sorted(set(range(LAYERS)) - {first["layer"], second["layer"]})
     assert record["metrics"]["forward_kl"] == pytest.approx(second["forward_kl"], rel=1e-4)
 
-
-def test_the_command_takes_out_what_the_file_says(call):
-    """Also where the command line has put something in its place."""
+    # what the file says is taken out, also where the command line has put something in its place
     Path("make.yaml").write_text(SETTINGS.replace("student_num_layers: 3", "keep_every_nth_layer: 2"))
-    code, out, err = call("~keep_every_nth_layer", "keep_layers=[1,2]", "student_output_dir=made")
-    assert code == 0, err
+    out, _ = done(call("~keep_every_nth_layer", "keep_layers=[1,2]", "student_output_dir=made"))
     assert out.endswith("run make.yaml model_name_or_path=made '~keep_every_nth_layer'")
     record = record_in("made")  # layers that are named have an importance too
     assert record["layers_kept"] == [1, 2] and len(record["layer_importance"]) == LAYERS
@@ -359,8 +350,7 @@ def test_the_command_takes_out_what_the_file_says(call):
 
 @torch.no_grad()
 def test_narrower_too(call):
-    code, out, err = call("student_intermediate_size=16", "student_num_layers=4")
-    assert code == 0, err
+    out, _ = done(call("student_intermediate_size=16", "student_num_layers=4"))
     record = record_in("out-student")
     assert record["intermediate_size"] == {"teacher": 48, "student": 16} and "narrowed from 48 to 16" in out
     assert all(16 / 48 < share < 1 for share in record["activation_kept"])  # more than any 16 have on average
@@ -398,8 +388,7 @@ def test_sliding_and_full_layers_stay_what_they_were_and_generate(call):
     teacher = AutoModelForCausalLM.from_pretrained("gemma").to(torch.bfloat16)
     teacher.save_pretrained("half")
     tiny_tokenizer().save_pretrained("half")
-    code, out, err = call("model_name_or_path=half")
-    assert code == 0, err
+    out, _ = done(call("model_name_or_path=half"))
     record, student = record_in("out-student"), AutoModelForCausalLM.from_pretrained("out-student")
     kinds = teacher.config.layer_types
     assert len(set(kinds)) == 2 and IDENTITY not in record["layers_kept"]
@@ -415,12 +404,10 @@ def test_sliding_and_full_layers_stay_what_they_were_and_generate(call):
 
 def test_the_same_configuration_may_distil_from_another_teacher_or_a_cache(call):
     """Whatever the run learns from, the student is compared with what it was made of."""
-    code, _, err = call("teacher=cache", "teacher_cache_dir=nowhere", "losses=[{type: forward_kl}]")
-    assert code == 0, err
+    done(call("teacher=cache", "teacher_cache_dir=nowhere", "losses=[{type: forward_kl}]"))
     assert record_in("out-student")["metrics"]["forward_kl"] > 0
     several = "teachers=[{name: a, teacher_model_name_or_path: nowhere}, {name: b, teacher_model_name_or_path: none}]"
-    code, _, err = call(several, "student_output_dir=of-several", "losses=[{type: forward_kl}]")
-    assert code == 0, err
+    done(call(several, "student_output_dir=of-several", "losses=[{type: forward_kl}]"))
     assert record_in("of-several")["metrics"] == record_in("out-student")["metrics"]
 
 
@@ -439,22 +426,22 @@ def test_the_same_configuration_may_distil_from_another_teacher_or_a_cache(call)
         (["student_output_dir=teacher"], "teacher is there already and is not empty"),
         (["student_output_dir=rows.jsonl"], "rows.jsonl is there already"),
         (["student_output_dir=rows.jsonl/x"], "no directory that can be written to"),
+        (["WORLD_SIZE"], "without a launcher"),
+        (["run", "max_steps=1"], "student_num_layers.*init-student.*~student_num_layers"),
     ],
 )
 def test_refused_before_weights_are_loaded(call, monkeypatch, overrides, message):
+    """Under a launcher too; and a run does not measure."""
+    command = "init-student"
+    if overrides[0] == "WORLD_SIZE":
+        monkeypatch.setenv(overrides.pop(), "2")
+    elif overrides[0] == "run":
+        command, *overrides = overrides
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were loaded"))
     before = sorted(Path().iterdir())
-    code, _, err = call(*overrides)
-    assert code == 2
-    with pytest.raises(ConfigError, match=message):
-        raise ConfigError(" ".join(err.split()))
+    code, _, err = call(*overrides, command=command)
+    assert code == 2 and re.search(message, " ".join(err.split())), err
     assert sorted(Path().iterdir()) == before
-
-
-def test_refused_under_a_launcher(call, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, _, err = call()
-    assert code == 2 and "without a launcher" in err
 
 
 def test_nothing_is_left_of_a_student_that_is_not_finite(call):
@@ -466,8 +453,3 @@ def test_nothing_is_left_of_a_student_that_is_not_finite(call):
     code, _, err = call("model_name_or_path=broken")
     assert code == 5 and "forward_kl" in err
     assert sorted(Path().iterdir()) == before
-
-
-def test_a_run_does_not_measure(call):
-    code, _, err = call("max_steps=1", command="run")
-    assert code == 2 and "student_num_layers" in err and "init-student" in err and "~student_num_layers" in err

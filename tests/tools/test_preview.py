@@ -1,14 +1,12 @@
 """`preview`: the rows and supervised tokens it shows are the trainer's, and its counts those of plain loops."""
 
-import json
-
 import numpy as np
 import pytest
+from commands import call, write_rows
 from datasets import Dataset
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from liger_trainer.cli import main
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import open_model
@@ -39,28 +37,25 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny_model().config.save_pretrained(tmp_path / "student")
     tiny_tokenizer().save_pretrained(tmp_path / "student")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(chat(i)) + "\n" for i in range(20)))
+    write_rows(tmp_path / "rows.jsonl", map(chat, range(20)))
     (tmp_path / "run.yaml").write_text(SETTINGS)
     return tmp_path
 
 
-def previewed(count: int = 100, *overrides: str):
+def opened(*overrides: str):
     config = load_run_config("run.yaml", overrides)
-    data, files = load_run_datasets(config), open_model(config, "model_name_or_path")
-    return preview(config, data, files, count)
+    return config, load_run_datasets(config), open_model(config, "model_name_or_path")
+
+
+def previewed(count: int = 100, *overrides: str):
+    return preview(*opened(*overrides), count)
 
 
 def trained_on(*overrides: str) -> list[tuple[str, list[bool]]]:
     """Of each row that the trainer's collator makes: its text, and which tokens the loss is taken on."""
-    config = load_run_config("run.yaml", overrides)
-    data, files = load_run_datasets(config), open_model(config, "model_name_or_path")
-    trainer = LigerTrainer(
-        tiny_model(),
-        args=config.training_args(),
-        train_dataset=data.train,
-        eval_dataset=data.test,
-        processing_class=files.tokenizer,
-    )
+    config, data, files = opened(*overrides)
+    rows = {"train_dataset": data.train, "eval_dataset": data.test}
+    trainer = LigerTrainer(tiny_model(), args=config.training_args(), processing_class=files.tokenizer, **rows)
     rows = []
     for row in trainer.train_dataset:
         batch = trainer.data_collator([row])
@@ -123,10 +118,8 @@ def test_documents_of_packed_rows_are_apart(folder):
 
 def test_the_command_prints_marks_without_colours_and_loads_no_weights(folder, capsys, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were loaded"))
-    with pytest.raises(SystemExit) as stopped:
-        main(["preview", "run.yaml", "--rows", "2", "max_length=8", "use_liger_kernel=true"])
-    out = capsys.readouterr().out
-    assert not stopped.value.code
+    code, out, _ = call(capsys, "preview", "run.yaml", "--rows", "2", "max_length=8", "use_liger_kernel=true")
+    assert code == 0
     assert "── rows.jsonl:4: 8 tokens, 1 supervised; 4 beyond max_length, 4 of them supervised\n" in out
     assert "<user> w3 w4 w5 w6 w7 <assistant>⟦ w3⟧\n" in out
     assert out.count("── rows.jsonl") == 2 and "rows truncated" in out and "train rows repeated" in out
@@ -135,13 +128,9 @@ def test_the_command_prints_marks_without_colours_and_loads_no_weights(folder, c
 
 def test_distillation_needs_no_teacher(folder, capsys):
     (folder / "run.yaml").write_text(SETTINGS + TEACHER)
-    with pytest.raises(SystemExit) as stopped:
-        main(["preview", "run.yaml", "--rows", "1"])
-    out = capsys.readouterr().out
-    assert not stopped.value.code and "supervised" in out and "sampled too" not in out
-    with pytest.raises(SystemExit) as stopped:
-        main(["preview", "run.yaml", "--rows", "1", "lmbda=0.5"])
-    assert not stopped.value.code and "completions are sampled too" in capsys.readouterr().out
+    for settings, sampled in ([], False), (["lmbda=0.5"], True):
+        code, out, _ = call(capsys, "preview", "run.yaml", "--rows", "1", *settings)
+        assert code == 0 and "supervised" in out and ("completions are sampled too" in out) == sampled
 
 
 @pytest.mark.parametrize(
@@ -153,9 +142,8 @@ def test_distillation_needs_no_teacher(folder, capsys):
     ],
 )
 def test_errors(folder, capsys, arguments, code, message):
-    with pytest.raises(SystemExit) as stopped:
-        main(["preview", "run.yaml", *arguments])
-    assert stopped.value.code == code and message in capsys.readouterr().err
+    found, _, err = call(capsys, "preview", "run.yaml", *arguments)
+    assert found == code and message in err
 
 
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
@@ -188,8 +176,7 @@ def test_facts_of_packed_rows(folder):
 
 @pytest.mark.parametrize("prompt", [chat(3)["prompt"], "w1 w2 w3"], ids=["chat", "text"])
 def test_prompts_whose_completions_are_sampled_are_shown(folder, prompt):
-    rows = "".join(json.dumps({"prompt": prompt}) + "\n" for _ in range(20))
-    (folder / "rows.jsonl").write_text(rows)
+    write_rows(folder / "rows.jsonl", [{"prompt": prompt}] * 20)
     shown = previewed(1, "recipe=distill", "teacher_model_name_or_path=teacher", "lmbda=1.0", "max_completion_length=4")
     (row,) = shown.rows
     assert row.supervised == row.tokens_cut == 0 and row.tokens == sum(

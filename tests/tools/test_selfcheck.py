@@ -6,9 +6,9 @@ import pkgutil
 
 import pytest
 import torch
+from commands import end_of
 
 from liger_trainer import kernels
-from liger_trainer.cli import main
 from liger_trainer.kernels.rms_norm import rms_norm
 from liger_trainer.tools import selfcheck
 from liger_trainer.tools.selfcheck_cases import CHECKS, Check
@@ -112,31 +112,25 @@ def few(monkeypatch):
     monkeypatch.setattr(selfcheck, "MODELS", {})
 
 
-def _run(*arguments: str) -> int | str | None:
-    with pytest.raises(SystemExit) as left:
-        main(["selfcheck", *arguments])
-    return left.value.code
-
-
 def test_the_command(few, capsys):
-    assert _run("--device", "cpu", "--json") == 0
+    assert end_of("selfcheck", "--device", "cpu", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passes"] and found["device"] == "cpu" and "torch" in found["versions"]
     assert [(c["name"], c["dtype"]) for c in found["checks"]] == [
         ("rms_norm", "float32"), ("layer_norm", "float32"), ("rms_norm", "bfloat16"), ("layer_norm", "bfloat16")
     ]  # fmt: skip
-    assert _run("--dtype", "float32", "--device", "cpu") == 0
+    assert end_of("selfcheck", "--dtype", "float32", "--device", "cpu") == 0
     assert "Everything is right." in capsys.readouterr().out
 
 
 def test_the_command_fails_where_an_op_is_wrong(few, capsys, monkeypatch):
     wrong = dataclasses.replace(CHECKS[0], op=lambda x, weight: rms_norm(x, weight, 1e-6) * 1.01)
     monkeypatch.setattr(selfcheck, "CHECKS", (wrong, CHECKS[1]))
-    assert _run("--dtype", "float32", "--device", "cpu") == 1
+    assert end_of("selfcheck", "--dtype", "float32", "--device", "cpu") == 1
     assert "Wrong: rms_norm in float32. out0 is off by 1.00e-02" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_wrong_options_are_refused(capsys):
-    assert _run("--dtype", "int8") == 2
+    assert end_of("selfcheck", "--dtype", "int8") == 2
     assert "expected float32, bfloat16, float16, got int8" in capsys.readouterr().err
-    assert _run("--device", "nonsense") == 2
+    assert end_of("selfcheck", "--device", "nonsense") == 2

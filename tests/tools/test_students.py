@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -70,7 +71,7 @@ def test_equals_the_teacher_without_the_other_layers(teacher, choice, kept):
     logits = student(token_ids()).logits
     for index in set(range(LAYERS)) - set(kept):
         layers_of(teacher)[index] = Skipped()
-    torch.testing.assert_close(logits, teacher(token_ids()).logits, rtol=0, atol=1e-6)
+    assert torch.equal(logits, teacher(token_ids()).logits)
 
 
 @pytest.mark.parametrize(
@@ -82,22 +83,6 @@ def test_every_nth_keeps_the_first_and_the_last(layers, n, kept):
         layer.input_layernorm.weight.data.fill_(index)
     student = drop_layers(teacher, keep_every_nth=n)
     assert [int(layer.input_layernorm.weight[0]) for layer in student.model.layers] == kept
-
-
-@pytest.mark.parametrize(("choice", "kept"), CHOICES)
-@torch.no_grad()
-def test_each_layer_equals_its_original(teacher, choice, kept):
-    """The hidden state that enters a teacher's layer, put through both."""
-    student = drop_layers(teacher, **choice)
-    calls = {}
-    for index, layer in enumerate(layers_of(teacher)):
-        layer.register_forward_hook(
-            lambda _, args, kwargs, output, index=index: calls.update({index: (args, kwargs, output)}), with_kwargs=True
-        )
-    teacher(token_ids(), use_cache=False)
-    for layer, old in zip(layers_of(student), kept, strict=True):
-        args, kwargs, expected = calls[old]
-        assert torch.equal(layer(*args, **kwargs), expected)
 
 
 @torch.no_grad()
@@ -176,42 +161,48 @@ def test_wrong_choice(choice, message):
         drop_layers(build("llama"), **choice)
 
 
-def test_layers_that_are_not_one_list():
-    short, two, nested = build("llama"), build("llama"), build("llama")
-    short.model.layers = nn.ModuleList(list(short.model.layers)[:5])
-    with pytest.raises(ConfigError, match="one list of 6 decoder layers.*LlamaForCausalLM.*found none"):
-        drop_layers(short, keep_every_nth=2)
-    two.model.others = nn.ModuleList(nn.Linear(1, 1) for _ in range(LAYERS))
-    with pytest.raises(ConfigError, match="found model.layers, model.others"):
-        drop_layers(two, keep_every_nth=2)
-    for layer in nested.model.layers:
+def fewer(model):
+    model.model.layers = nn.ModuleList(list(model.model.layers)[:5])
+
+
+def two_lists(model):
+    model.model.others = nn.ModuleList(nn.Linear(1, 1) for _ in range(LAYERS))
+
+
+def lists_within(model):
+    """Not taken for the layers; no Llama has these."""
+    for layer in model.model.layers:
         layer.experts = nn.ModuleList(nn.Identity() for _ in range(LAYERS))
-    with pytest.raises(ConfigError, match="'experts'.*in layer 0"):  # not taken for the layers; no Llama has these
-        drop_layers(nested, keep_every_nth=2)
 
 
-def test_weights_the_configuration_does_not_know():
-    teacher = build("llama")
-    teacher.model.layers[2].adapter = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="adapter"):
-        drop_layers(teacher, keep_every_nth=2)
-    assert drop_layers(teacher, keep=[0, 1]).config.num_hidden_layers == 2
+def more_weights(model):
+    model.model.layers[2].adapter = nn.Linear(2, 2)
 
 
-def test_a_setting_that_hangs_on_the_position():
+def by_position(model):
     """Layer 1 of the student would scale its attention otherwise than the layer it was copied from."""
+    model.model.layers[2].self_attn.scaling = 0.5
+
+
+def quantised(model):
+    model.hf_quantizer = object()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (fewer, "one list of 6 decoder layers.*LlamaForCausalLM.*found none"),
+        (two_lists, "found model.layers, model.others"),
+        (lists_within, "'experts'.*in layer 0"),
+        (more_weights, "adapter"),
+        (by_position, "self_attn has scaling=0.5 in layer 2 .*layer 1 of the student"),
+        (lambda model: get_peft_model(model, LoraConfig()), "merge_and_unload"),
+        (quantised, "without quantisation"),
+    ],
+)
+def test_models_that_are_refused(change, message):
     teacher = build("llama")
-    teacher.model.layers[2].self_attn.scaling = 0.5
-    with pytest.raises(ConfigError, match="self_attn has scaling=0.5 in layer 2 .*layer 1 of the student"):
-        drop_layers(teacher, keep_every_nth=2)
-
-
-def test_not_a_plain_model():
-    from peft import LoraConfig, get_peft_model
-
-    with pytest.raises(ConfigError, match="merge_and_unload"):
-        drop_layers(get_peft_model(build("llama"), LoraConfig()), keep_every_nth=2)
-    quantised = build("llama")
-    quantised.hf_quantizer = object()
-    with pytest.raises(ConfigError, match="without quantisation"):
-        drop_layers(quantised, keep_every_nth=2)
+    with pytest.raises(ConfigError, match=message):
+        drop_layers(change(teacher) or teacher, keep_every_nth=2)
+    if change is more_weights:  # of a layer that goes
+        assert drop_layers(teacher, keep=[0, 1]).config.num_hidden_layers == 2
