@@ -417,7 +417,7 @@ def parallel_loss(
     """Compute a loss over the tokens of all ranks and return (this rank's loss, per-token values (fields, N)).
 
     Args:
-        build, labels, token_weight, arguments: see `FusedLoss`. build gets the rows of all ranks, their labels and
+        build, labels, token_weight, arguments: see `LossOp`. build gets the rows of all ranks, their labels and
             their weights.
         sides: the head with this rank's tokens and rows, and the teacher's.
         selected: the rows of this rank that take part.

@@ -61,9 +61,9 @@ from ._linear_head import (
 from ._linear_loss import (
     ChunkPlan,
     Execution,
-    FusedLoss,
     LinearLoss,
     LogitChunk,
+    LossOp,
     check_execution,
     check_labels,
     fit_to_memory,
@@ -189,7 +189,7 @@ def _loss(
     return LinearCrossEntropy(rows, vocab, how, targets, options)
 
 
-_fused_loss = FusedLoss("linear_cross_entropy", _loss)
+_op = LossOp("linear_cross_entropy", _loss)
 
 
 def linear_cross_entropy(
@@ -254,7 +254,7 @@ def linear_cross_entropy(
     if parallel is not None:
         parallel.check(weight, overwrite_hidden)
     vocab = weight.shape[0] if parallel is None else parallel.vocab  # of the whole head, wherever its rows lie
-    value, per_token = _fused_loss(
+    value, per_token = _op(
         head, labels, token_weight, (vocab, scale, softcap, temperature, label_smoothing, z_loss, dft), rows=rows,
         num_items=num_items, ignore_index=ignore_index, reduction=reduction, recompute=recompute,
         workspace_mb=workspace_mb, accumulate_dtype=accumulate_dtype, overwrite_hidden=overwrite_hidden,

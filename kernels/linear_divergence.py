@@ -65,9 +65,9 @@ from ._linear_head import (
 )
 from ._linear_loss import (
     Execution,
-    FusedLoss,
     LinearLoss,
     LogitChunk,
+    LossOp,
     check_execution,
     check_labels,
     workspace,
@@ -138,7 +138,7 @@ def _loss(
     return LinearPair(rows, vocab, how, teacher, labels, weight, options)
 
 
-_fused_loss = FusedLoss("linear_divergence", _loss)
+_op = LossOp("linear_divergence", _loss)
 
 
 def linear_divergence(
@@ -229,7 +229,7 @@ def linear_divergence(
         ce_weight, temperature, label_smoothing, z_loss, scale_by_temperature_squared, scale, softcap, teacher_scale,
         teacher_softcap, logits_dtype,
     ]  # fmt: skip
-    value, per_token = _fused_loss(
+    value, per_token = _op(
         head, labels, token_weight, arguments, rows=rows, num_items=num_items, ignore_index=ignore_index,
         reduction=reduction, recompute=recompute, workspace_mb=workspace_mb, accumulate_dtype=accumulate_dtype,
         overwrite_hidden=overwrite_hidden, parallel=parallel, teacher=teacher,

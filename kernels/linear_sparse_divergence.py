@@ -59,9 +59,9 @@ from ._linear_head import (
 )
 from ._linear_loss import (
     Execution,
-    FusedLoss,
     LinearLoss,
     LogitChunk,
+    LossOp,
     check_execution,
     check_labels,
 )
@@ -214,7 +214,7 @@ def _loss(
     return LinearSparse(rows, vocab, how, targets, options)
 
 
-_fused_loss = FusedLoss("linear_sparse_divergence", _loss)
+_op = LossOp("linear_sparse_divergence", _loss)
 
 
 def linear_sparse_divergence(
@@ -275,7 +275,7 @@ def linear_sparse_divergence(
         ids, log_probs.detach(), top_ids, vocab, tail, scale, softcap, temperature, ce_weight,
         scale_by_temperature_squared, " ".join(weights), [*weights.values()], beta, alpha,
     )  # fmt: skip
-    value, per_token = _fused_loss(
+    value, per_token = _op(
         head, labels, token_weight, arguments, rows=rows, num_items=num_items, ignore_index=ignore_index,
         reduction=reduction, recompute=recompute, workspace_mb=workspace_mb, accumulate_dtype=accumulate_dtype,
         overwrite_hidden=overwrite_hidden,

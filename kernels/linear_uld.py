@@ -43,9 +43,9 @@ from ._linear_head import (
 )
 from ._linear_loss import (
     Execution,
-    FusedLoss,
     LinearLoss,
     LogitChunk,
+    LossOp,
     check_execution,
     check_labels,
     workspace,
@@ -270,7 +270,7 @@ def _loss(
     return UldPair(rows, vocab, how, teacher, teacher_vocab, teacher_rows, aligned, labels, weight, options)
 
 
-_fused_loss = FusedLoss("linear_uld", _loss)
+_op = LossOp("linear_uld", _loss)
 
 
 def linear_uld(
@@ -330,7 +330,7 @@ def linear_uld(
         *teacher.tensors, teacher.dtype, partners, vocab, teacher_vocab, uld_weight, ce_weight, temperature,
         label_smoothing, scale_by_temperature_squared, scale, softcap, teacher_scale, teacher_softcap,
     ]  # fmt: skip
-    value, per_token = _fused_loss(
+    value, per_token = _op(
         head, labels, token_weight, arguments, rows=rows, num_items=num_items, ignore_index=ignore_index,
         reduction=reduction, recompute=recompute, workspace_mb=workspace_mb, accumulate_dtype=accumulate_dtype,
         overwrite_hidden=overwrite_hidden,

@@ -19,6 +19,6 @@ def test_from_the_forward_to_the_op_there_are_five_functions_in_three_files(chai
 
 
 @pytest.mark.parametrize("name", ["fine-tuning", "distillation"])
-def test_from_the_forward_to_the_row_kernel_there_are_nine_functions_in_six_files(chains, name):
-    assert len(chains[name]) == 9
+def test_from_the_forward_to_the_row_kernel_there_are_ten_functions_in_six_files(chains, name):
+    assert len(chains[name]) == 10
     assert len({step.file for step in chains[name]}) == 6
