@@ -237,7 +237,7 @@ def linear_cross_entropy(
             their own; their gradients have their own.
         parallel: how the rows of the head lie on the ranks of a group; weight, bias and each b of lora then hold this
             rank's rows. All ranks must call the op. num_items, and the gradient of the loss without recompute, must be
-            the same on all; the latter's being different makes the gradients NaN. See docs/vocabulary-parallel.md.
+            the same on all; the latter's being different makes the gradients NaN. See docs/extras.md.
 
     Returns:
         CrossEntropy: loss and per-token values.

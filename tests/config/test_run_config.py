@@ -10,12 +10,12 @@ from trl import ModelConfig, SFTConfig
 from liger_trainer.config import run_config
 from liger_trainer.config.catalogue import built_in_configs
 from liger_trainer.config.conflicts import GONE
-from liger_trainer.config.overrides import parse_overrides, setting
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.config.schema import Schema, installed_versions, shipped_schema, shipped_text
 from liger_trainer.config.schema_writer import installed_schema
+from liger_trainer.config.yaml_reader import parse_overrides, setting
 from liger_trainer.errors import ConfigError
-from liger_trainer.trainers.distill_config import LigerDistillConfig
+from liger_trainer.trainers.config import LigerDistillConfig
 
 NEEDED = "model_name_or_path: some/model\ndataset_name: some/data\n"
 

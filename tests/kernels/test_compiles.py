@@ -54,7 +54,8 @@ def launched_kernels() -> set[tuple[str, str]]:
 
 def dtypes_of(line: dict) -> set[str]:
     """Those of pointers: arguments, or made by the kernel from a table's addresses, with a constant for their dtype."""
-    return {*line["types"].values(), *(f"*{constant}" for constant in line["constants"].values())}
+    types = [x for value in line["types"].values() for x in (value if isinstance(value, list) else [value])]
+    return {*types, *(f"*{constant}" for constant in line["constants"].values())}
 
 
 def test_every_launch_compiles(compiled):
