@@ -64,11 +64,12 @@ def first_order(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def checked(ctx, *gradients):
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # it is in a backward only under create_graph=True
             raise RuntimeError(
                 "This op has no second derivatives: differentiate it without create_graph=True, or call its form in "
                 "plain torch, <op>_reference, instead."
             )
+        # an output that was not used has no gradient
         device = next((x.device.type for x in gradients if x is not None), None)
         if device is None or not torch.is_autocast_enabled(device):
             return backward(ctx, *gradients)
@@ -100,8 +101,9 @@ class NeededGradients(NamedTuple):
 @triton.jit
 def _rescale_kernel(x_ptr, factor_ptr, columns, stride_row, stride_column, SPAN: tl.constexpr, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr).to(tl.float32)
+    # Asked on the device, so that the host need not wait. Most losses are used as they are.
     if factor != 1.0:
-        program, spans = tl.program_id(0).to(tl.int64), tl.cdiv(columns, SPAN)
+        program, spans = tl.program_id(0).to(tl.int64), tl.cdiv(columns, SPAN)  # int64: an address may pass 2^31
         first = program % spans * SPAN
         for start in range(0, SPAN, BLOCK):
             cols = first + start + tl.arange(0, BLOCK)
@@ -124,7 +126,7 @@ def rescale(gradients: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tens
     saved gradients stay as they are, and the copies that are returned get multiplied.
     """
     if graph_is_kept():
-        gradients = [None if x is None else x.clone() for x in gradients]
+        gradients = [None if x is None else x.clone() for x in gradients]  # the saved ones are needed once more
     multiply_(gradients, factor)
     return gradients
 
@@ -132,7 +134,7 @@ def rescale(gradients: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tens
 def multiply_(tensors: Sequence[Tensor | None], factor: Tensor) -> None:
     """Multiply tensors (n,) or (n, m) in place by `factor`, a scalar on their device. If it is 1, move nothing."""
     for x in tensors:
-        if x is None or not x.numel():
+        if x is None or not x.numel():  # no gradient was needed, or nothing has one
             continue
         if use_triton(x):
             shape, strides = ((1, x.numel()), (0, 1)) if x.is_contiguous() else (x.shape, x.stride())
@@ -161,6 +163,7 @@ def note_recomputable(y: Tensor, make: Callable[..., Tensor], x: Tensor, *parame
     """
     if y.requires_grad and x.is_contiguous():
         if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # small: vectors of the hidden size
             parameters = tuple(None if p is None else p.detach().clone() for p in parameters)
         tensors = tuple(None if t is None else t.detach() for t in (x, *parameters))
         setattr(y, _NAME, Source(tensors, make, (y._version, x._version)))
@@ -169,7 +172,7 @@ def note_recomputable(y: Tensor, make: Callable[..., Tensor], x: Tensor, *parame
 
 def saved_or_recomputed(x: Tensor, cast: Tensor) -> Source:
     """Return what to save for a backward that needs `cast`, which is x in the dtype that its op computes in."""
-    source = getattr(x, _NAME, None)
+    source = getattr(x, _NAME, None)  # an attribute of the tensor: the op behind the norm sees nothing else of it
     if source is None or source.versions != (x._version, source.tensors[0]._version):  # written into since
         return Source((cast,), _itself)
     return Source(source.tensors, functools.partial(_made, source.make, cast.dtype))

@@ -41,8 +41,8 @@ def named_terms(kind: str | Mapping[str, float], beta: float, alpha: float, valu
 
 def kl_values(x: Tensor, target: Tensor, log_target: bool) -> Tensor:
     """Return p (log p - x) of every entry, in plain torch, without NaN in value or gradient from 0 * inf."""
-    none = (target.exp() if log_target else target) == 0
-    x, target = x.masked_fill(none, 0.0), target.masked_fill(none, 1.0)
+    none = (target.exp() if log_target else target) == 0  # entries without mass, which add nothing
+    x, target = x.masked_fill(none, 0.0), target.masked_fill(none, 1.0)  # numbers, so that no gradient is 0 * inf
     log_p = target if log_target else target.log()
     p = log_p.exp() if log_target else target
     return (p * (log_p - x)).masked_fill(none, 0.0)
@@ -55,7 +55,7 @@ def divergence_of(kind: str, q: Tensor, p: Tensor, beta: float, alpha: float) ->
         return kl_values(b, a, log_target=True).sum(-1)
 
     def mixture(a, b, share):
-        a, b = a.clamp(min=LOWEST), b.clamp(min=LOWEST)
+        a, b = a.clamp(min=LOWEST), b.clamp(min=LOWEST)  # -inf + log 0 would be NaN
         return torch.logsumexp(torch.stack([a + math.log(share), b + math.log(1 - share)]), 0)
 
     match kind:
@@ -80,6 +80,7 @@ def _divergences(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return (the weighted sum, {name: value} of the kinds in `kind`), each (N,)."""
     if teacher_share != 1:
+        # The student's share in its own target has no gradient: it is data, as the teacher's is.
         s, t = (x.clamp(min=LOWEST) for x in (student_logits.detach(), teacher_logits))
         teacher_logits = torch.lerp(s, t, teacher_share)
     q, p = ((x / temperature).log_softmax(-1) for x in (student_logits, teacher_logits))
@@ -109,7 +110,7 @@ def distillation_reference(
 ) -> LinearDivergence:  # fmt: skip
     """Return the loss from logits (N, V) of both sides, in plain torch."""
     dtype = stats_dtype(student_logits.dtype)
-    s, t = student_logits.to(dtype), teacher_logits.detach().to(dtype)
+    s, t = student_logits.to(dtype), teacher_logits.detach().to(dtype)  # (N, V) each
     keep = torch.ones_like(s[:, 0], dtype=torch.bool) if labels is None else labels != ignore_index
     has_label = keep & (labels is not None)
     label = torch.zeros_like(keep, dtype=torch.int64) if labels is None else labels * keep
@@ -126,7 +127,7 @@ def distillation_reference(
         loss = loss * token_weight
     if reduction == "mean":
         loss = loss.sum() / token_count(keep, num_items, loss.dtype)
-    agrees = ((s == s.amax(-1, True)) & (t == t.amax(-1, True))).any(-1)
+    agrees = ((s == s.amax(-1, True)) & (t == t.amax(-1, True))).any(-1)  # a likeliest token in common, of several
     fields = (
         divergence, log_prob, entropy_of(q), (log_prob >= q.amax(-1)) & has_label, kl_values(q, p, True).sum(-1),
         kl_values(p, q, True).sum(-1), agrees, teacher_log_prob, entropy_of(p),
@@ -142,7 +143,7 @@ def linear_divergence_reference(
     lora: Adapters = None, teacher_lora: Adapters = None, **options,
 ) -> LinearDivergence:  # fmt: skip
     """Return in plain torch what `linear_divergence` must equal. Tests and benchmarks import this."""
-    V = min(weight.shape[0], teacher_weight.shape[0], vocab_size or weight.shape[0])
+    V = min(weight.shape[0], teacher_weight.shape[0], vocab_size or weight.shape[0])  # heads may be padded differently
     bias, teacher_bias = (None if b is None else b[:V] for b in (bias, teacher_bias))
     student = transform(linear_reference(hidden, weight, lora)[:, :V], bias, LogitTransform(scale, softcap))[0]
     with torch.no_grad():

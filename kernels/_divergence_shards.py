@@ -91,10 +91,10 @@ def statistics_kernel(
     out_ptr += row
     inv_t = 1.0 / temperature
     s_sums, t_sums, tops, s_plain = first_pass(sides, inv_t, FORM, OWN_SUMS, HAS_SMOOTHING, LANES, VECTOR)
-    s_total, s_moment, s_ratio, s_total_T, s_ratio_T = s_sums
+    s_total, s_moment, s_ratio, s_total_T, s_ratio_T = s_sums  # one number a lane; see `first_pass`
     t_total, t_moment, t_ratio, u_total_T, u_ratio_T = t_sums
     s_top, t_top, u_top, t_at_s_top = tops
-    if not SHARE & FORM:
+    if not SHARE & FORM:  # without a mixture the teacher is what the student is compared with
         u_top = t_top
     s_max = tl.max(s_top, 0)
     t_max = tl.max(t_top, 0)
@@ -113,7 +113,7 @@ def statistics_kernel(
     tl.store(out_ptr + 9 * stride_out, tl.sum(t_ratio * t_share, 0) * LN2)
     if OWN_SUMS:
         s_share = tl.exp2((s_top - s_max) * inv_t)
-        u_share = tl.exp2((u_top - u_max) * inv_t)
+        u_share = tl.exp2((u_top - u_max) * inv_t)  # at the temperature
         tl.store(out_ptr + 10 * stride_out, tl.sum(s_total_T * s_share, 0))
         tl.store(out_ptr + 11 * stride_out, tl.sum(s_ratio_T * s_share, 0) * LN2)
         tl.store(out_ptr + 12 * stride_out, tl.sum(u_total_T * u_share, 0))
@@ -121,7 +121,7 @@ def statistics_kernel(
     if HAS_SMOOTHING:
         tl.store(out_ptr + 14 * stride_out, tl.sum(s_plain, 0) * LN2)
     if HAS_LABELS:
-        place = tl.load(labels_ptr + row) - first
+        place = tl.load(labels_ptr + row) - first  # in this rank's columns, or beyond them
         s_label, t_label = load_labels(sides, place, FORM)
         inside = (place >= 0) & (place < V)
         tl.store(out_ptr + 15 * stride_out, tl.where(inside, s_label * LN2, 0.0))
@@ -150,7 +150,7 @@ def second_sums_kernel(
         first, second = in_nats(tl.sum(firsts[i], 0), tl.sum(seconds[i], 0), 1 << i)
         tl.store(out_ptr, first)
         tl.store(out_ptr + stride_out, second)
-        out_ptr += 2 * stride_out
+        out_ptr += 2 * stride_out  # two sums a kind
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def gradient_kernel(
         means = means + (mean_in_base_two(tl.load(numbers_ptr + (4 + i) * stride_numbers), 1 << i),)
     label = 0
     if HAS_CE:
-        label = tl.load(labels_ptr + row) - first
+        label = tl.load(labels_ptr + row) - first  # matches no column if another rank has it
     scaled = gradient_weights(weights, beta, alpha, divergence_scale * inv_t)
     write_gradient(
         grad_ptr + row * stride_grad, sides, scaled, means, s_lse_T, u_lse_T, inv_t, beta, alpha, s_lse, label,
@@ -210,7 +210,7 @@ class ShardInputs(NamedTuple):
         # A rank without columns has nothing to launch, and is done.
         if not columns or not use_triton(x.student):
             return not columns
-        padded = -(-columns // 16) * 16
+        padded = -(-columns // 16) * 16  # what `workspace` allocates a row
         gradient = outputs[-1] if kernel is gradient_kernel else x.student
         if min(x.student.stride(0), x.teacher.stride(0), gradient.stride(0)) < padded:
             padded = columns
@@ -226,7 +226,7 @@ class ShardInputs(NamedTuple):
     def blocks(self) -> Iterator[tuple[slice, "ShardInputs"]]:
         """Yield blocks of rows. There are none where this rank has no columns."""
         n, columns = self.rows.student.shape
-        rows = max(1, BLOCK // max(columns, 1))
+        rows = max(1, BLOCK // max(columns, 1))  # plain torch holds several copies of a block
         for start in range(0, n if columns else 0, rows):
             at, x = slice(start, start + rows), self.rows
             labels, weight = (None if y is None else y[at] for y in (x.labels, x.token_weight))
@@ -334,7 +334,7 @@ def shard_statistics(shard: ShardInputs, like: Tensor) -> Tensor:
 def _block_statistics(shard: ShardInputs, part: Tensor) -> None:
     o = shard.options
     s, t, u, _ = shard.logits()
-    part[0], part[1], part[2] = s.amax(-1), t.amax(-1), u.amax(-1)
+    part[0], part[1], part[2] = s.amax(-1), t.amax(-1), u.amax(-1)  # the order of STATISTICS
     part[3] = t.masked_fill(s != part[0][:, None], LOWEST).amax(-1)
     part[4:7] = _sums(s, t, part[0], 1.0)
     part[7:10] = _sums(t, s, part[1], 1.0)
@@ -423,7 +423,7 @@ def _write_terms(row: RowNumbers, sums: Tensor, out: Tensor, o: DivergenceOption
     values = {"forward_kl": row.forward_T, "reverse_kl": row.reverse_T}
     for kind, (first, second) in zip(SECOND_PASS, sums, strict=True):
         values[kind] = value_of(kind, first, second, o.beta)
-    out[DIVERGENCE] = 0
+    out[DIVERGENCE] = 0  # a sum over kinds follows
     for i, kind in enumerate(ROW_KINDS):
         out[TERMS + i] = values[kind] * o.divergence_scale
         if o.weight(kind):  # 0 * an infinite divergence would be NaN
@@ -435,7 +435,7 @@ def _write_loss(row: RowNumbers, x: RowInputs, out: Tensor, vocab: int, o: Diver
     if o.ce_weight:
         ce = row.s.lse - row.s_label + o.z_loss * row.s.lse.square()
         if o.label_smoothing:
-            plain = row.plain.masked_fill(row.plain < -1e25, -torch.inf)
+            plain = row.plain.masked_fill(row.plain < -1e25, -torch.inf)  # a token that is ruled out has -1e30
             ce += o.label_smoothing * (row.s_label - plain / vocab)
         out[LOSS] += o.ce_weight * ce
     if x.token_weight is not None:
@@ -456,7 +456,7 @@ def _launched_gradient(shard: ShardInputs, row: GradientNumbers, grad: Tensor) -
     softmax_weight = o.ce_weight * (1 + 2 * o.z_loss * lse)
     numbers = torch.stack([lse, row.s_T.lse, row.u_T.lse, row.token_weight, softmax_weight, row.reverse_T, *row.means])
     outputs = [torch.empty_like(lse, dtype=torch.int64) if labels is None else labels, numbers, grad]
-    even = o.ce_weight * o.label_smoothing / shard.vocab
+    even = o.ce_weight * o.label_smoothing / shard.vocab  # of the whole vocabulary, not of this rank
     scalars = [*o.of_kinds, float(o.ce_weight * (1 - o.label_smoothing)), float(even)]
     constants = {name: o.flags[name] for name in ("GRADED", "OWN_SUMS", "HAS_CE", "HAS_SMOOTHING")}
     aliased = grad.dtype != shard.rows.student.dtype

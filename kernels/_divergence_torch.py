@@ -148,7 +148,7 @@ def write_metrics(s: Tensor, t: Tensor, labels: Tensor | None, out: Tensor) -> t
     log_q, log_p = (log_probs.clamp(min=LOWEST) for log_probs in exact)
     q, p = log_q.exp(), log_p.exp()
     out[ENTROPY], out[TEACHER_ENTROPY] = -torch.linalg.vecdot(q, log_q), -torch.linalg.vecdot(p, log_p)
-    out[FORWARD_KL], out[REVERSE_KL] = kl(p, log_p, log_q), kl(q, log_q, log_p)
+    out[FORWARD_KL], out[REVERSE_KL] = kl(p, log_p, log_q), kl(q, log_q, log_p)  # at temperature 1, of the real teacher
     out[AGREES] = ((s == s.amax(-1, True)) & (t == t.amax(-1, True))).any(-1)
     out[LOG_PROB] = out[IS_TOP1] = out[TEACHER_LOG_PROB] = 0  # without labels they stay so
     if labels is not None:
@@ -161,7 +161,7 @@ def write_metrics(s: Tensor, t: Tensor, labels: Tensor | None, out: Tensor) -> t
 def at_temperature(s: Tensor, t: Tensor, log_q: Tensor, log_p: Tensor, o: DivergenceOptions) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of the loss's distributions. log_q, log_p: those at temperature 1."""
     if o.teacher_share != 1.0:
-        t = torch.lerp(s.clamp(min=LOWEST), t.clamp(min=LOWEST), o.teacher_share)
+        t = torch.lerp(s.clamp(min=LOWEST), t.clamp(min=LOWEST), o.teacher_share)  # -inf on one side would give NaN
     if o.temperature == 1.0 and o.teacher_share == 1.0:
         return log_q, log_p
     log_q, log_p = ((logits / o.temperature).log_softmax(-1).clamp(min=LOWEST) for logits in (s, t))
@@ -186,10 +186,10 @@ def pieces_of(kind: str, x: Distributions, beta: float, alpha: float) -> Pieces:
         q_ratio, p_ratio = log_ratios(x, beta)
         return p_ratio, q_ratio
     if kind == "skew_kl":
-        q_ratio, p_ratio = log_ratios(x, alpha)
+        q_ratio, p_ratio = log_ratios(x, alpha)  # to m = alpha p + (1 - alpha) q
         return p_ratio, (x.p - x.q) * q_ratio.exp()  # the second: q (p/m - 1) / (1 - alpha)
     if kind == "skew_reverse_kl":
-        ratio, _ = log_ratios(x, 1 - alpha)
+        ratio, _ = log_ratios(x, 1 - alpha)  # to m = alpha q + (1 - alpha) p
         return ratio, ratio - alpha * torch.expm1(ratio)
     assert kind == "tvd"
     return (x.q - x.p).abs(), torch.sign(x.log_q - x.log_p)
@@ -277,6 +277,7 @@ def log_ratios(x: Distributions, p_share: float) -> tuple[Tensor, Tensor]:
     """Return (log q/m, log p/m), m = p_share p + (1 - p_share) q. Exactly 0 where q is p; finite if one underflows."""
     d = x.log_p - x.log_q
     p_weight, q_weight = d.new_tensor(p_share), d.new_tensor(1 - p_share)
+    # weights of the larger and the smaller probability
     larger, smaller = torch.where(d > 0, p_weight, q_weight), torch.where(d > 0, q_weight, p_weight)
     below = smaller * torch.expm1(-d.abs())  # m - 1 relative to the larger probability, unrounded by the 1
     m = larger + smaller * torch.exp(-d.abs())
@@ -296,7 +297,7 @@ def _divergences(log_q: Tensor, log_p: Tensor, o: DivergenceOptions, terms: Tens
     for row, kind in enumerate(ROW_KINDS):
         if kind not in o.weights:
             continue
-        pieces = mean = None
+        pieces = mean = None  # of a KL, whose sums the log-partitions give
         if kind in SECOND_PASS:
             pieces = pieces_of(kind, x, o.beta, o.alpha)
             first, mean = sums_of(kind, x, pieces)

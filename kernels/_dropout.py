@@ -252,7 +252,7 @@ def runs_of(adapters: tuple[tuple[int, int, float], ...], stream: int, slots: in
     runs, start = [], 0
     for i, (rank, threshold, factor) in enumerate(adapters):
         last = runs[-1] if runs else None
-        narrow = 2 * slots * rank <= WIDEST
+        narrow = 2 * slots * rank <= WIDEST  # two or more adapters of such a rank fit into one launch
         if narrow and last and last.count < 3 and (last.rank, *last[4:]) == (rank, threshold, factor):
             runs[-1] = last._replace(count=last.count + 1)
         else:  # a part of a high rank has the same mask as the others
@@ -292,6 +292,7 @@ def add_gradients(
     rows, columns = g.shape[0], a.shape[1]
     span, splits = _spans(rows, columns, [_tiling(slots, run) for run in runs])
     x = x if x is None or x.stride(1) == 1 else x.contiguous()
+    # Each program's share of dA; they are added afterwards, in one order and not by atomics.
     parts = None if x is None else g.new_empty(splits, *a.shape, dtype=torch.float32)
     if rows * columns == 0:
         return None if parts is None else parts.zero_()
@@ -306,7 +307,7 @@ def _spans(rows: int, columns: int, tilings: Sequence[Tiling]) -> tuple[int, int
     """Return (rows of a program, programs for each block of columns)."""
     wanted = max([1, *(t.programs // -(-columns // t.columns) for t in tilings)])
     step = max([16, *(t.rows for t in tilings)])  # all tiles of rows divide a span
-    span = max(1, -(-rows // (wanted * step))) * step
+    span = max(1, -(-rows // (wanted * step))) * step  # rows a program, so that about `wanted` programs run
     return span, max(1, -(-rows // span))
 
 

@@ -83,6 +83,7 @@ def _forward_tile(
     mask = None if EVEN else lanes < left
     h, _ = _activate(tl.load(gate_ptr + gate_at + lanes, mask=mask).to(tl.float32), ACTIVATION)
     if up_ptr is not None:
+        # masked lanes hold anything: they are not stored
         h *= tl.load(up_ptr + up_at + lanes, mask=mask).to(tl.float32)
     tl.store(h_ptr + h_at + lanes, h, mask=mask)
 
@@ -102,7 +103,7 @@ def _backward_tile(
         up = tl.load(up_ptr + up_at + lanes, mask=mask).to(tl.float32)
         if dup_ptr is not None:
             tl.store(dup_ptr + grad_at + lanes, dh * h, mask=mask)
-        dgate *= up
+        dgate *= up  # after dup, which takes act(gate) without it
         h *= up
     if dgate_ptr is not None:
         tl.store(dgate_ptr + grad_at + lanes, dgate, mask=mask)
@@ -179,13 +180,13 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int, int]:
         x = x.contiguous()
     if x.dim() > 3:
         x = x.flatten(0, -3)
-    return x, x.stride(0) if x.dim() == 3 else 0, x.stride(-2) if x.dim() > 1 else 0
+    return x, x.stride(0) if x.dim() == 3 else 0, x.stride(-2) if x.dim() > 1 else 0  # in numbers
 
 
 def _tile(columns: int, tile: tuple[int, int]) -> tuple[int, int, bool]:
     """Return (BLOCK, warps, whether BLOCK divides the columns). Halve the block while one half holds all columns."""
     block, warps = tile
-    while block >= 2 * columns and block > 32:
+    while block >= 2 * columns and block > 32:  # short rows: idle lanes cost
         block, warps = block // 2, max(warps // 2, 1)
     return block, warps, columns % block == 0
 
@@ -292,7 +293,7 @@ def _itself(x: Tensor) -> Tensor:
 class GatedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, activation):
-        ctx.save_for_backward(gate, up)
+        ctx.save_for_backward(gate, up)  # not h: the backward has act(gate) in registers
         ctx.activation = activation
         gate, up = halves(gate, up)
         return forward(gate, up, activation, promoted(gate, up))

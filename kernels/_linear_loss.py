@@ -6,11 +6,11 @@ their gradient. Two matrix products then carry that gradient to the hidden state
 computes. `Recomputed` computes the logits again in the backward: it accepts a gradient for each token's loss, and holds
 nothing in between.
 
-An op calls its `FusedLoss`, which applies one of the two. Their forward calls the loss's `write_rows` for each chunk,
+An op calls its `LossOp`, which applies one of the two. Their forward calls the loss's `write_rows` for each chunk,
 which launches the kernel. `docs/architecture.md` follows this path from the model on.
 
 One workspace is used again for every chunk of rows. From top to bottom: how large chunks are (`ChunkPlan`,
-`Execution`), the loop (`LinearLoss`), the gradients, and the op (`FusedLoss`).
+`Execution`), the loop (`LinearLoss`), the gradients, and the op (`LossOp`).
 """
 
 import inspect
@@ -419,7 +419,7 @@ def check_traceable(rows: RowSelection | None, recompute: bool, overwrite_hidden
         raise ValueError(f"{name} has no place under torch.compile: leave it out, or call the loss outside of it.")
 
 
-class FusedLoss:
+class LossOp:
     """A fused loss, called in one of three ways: as it is, as an opaque op under torch.compile, or over ranks' shards.
 
     Args:

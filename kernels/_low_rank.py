@@ -275,6 +275,7 @@ class Masks(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, projections: Iterable[Projection]) -> "Masks":
         """Draw a seed if an adapter has a dropout."""
+        # a tiny dropout may round to none
         drops = any(threshold_of(adapter.dropout) for p in projections for adapter in p.adapters)
         return cls(draw_seed(x) if drops else None)
 
@@ -335,7 +336,7 @@ def stacked(groups: Sequence[Sequence[Projection]], numerics: Numerics) -> list[
 
 
 def _with_adapters(projections: Sequence[Projection], a: Tensor | None, bs: Sequence[Tensor]) -> Stack:
-    parts = iter(() if a is None else a.split([b.shape[1] for b in bs]))
+    parts = iter(() if a is None else a.split([b.shape[1] for b in bs]))  # views of the stacked A
     remaining = iter(bs)
     return Stack(
         tuple(
@@ -444,7 +445,7 @@ def project(x: Tensor, stack: Stack, masks: Masks, numerics: Numerics) -> tuple[
     for p in stack.projections:
         y = F.linear(x, p.dense(numerics.compute), None if p.bias is None else p.bias.to(numerics.compute))
         for _ in p.adapters:
-            adapter, place = next(columns)
+            adapter, place = next(columns)  # this adapter's columns of R
             assert values is not None
             add(y, values[..., place], adapter.b.t(), numerics)
         outputs.append(y)
@@ -453,6 +454,7 @@ def project(x: Tensor, stack: Stack, masks: Masks, numerics: Numerics) -> tuple[
 
 def _values(x: Tensor, stack: Stack, masks: Masks, numerics: Numerics) -> Tensor:
     assert stack.a is not None
+    # one product, if all scales are the same
     values, factors = new_values(x, len(stack.a), numerics), {adapter.factor for adapter in stack.adapters}
     if masks.seed is not None:
         _multiply_kept(x, stack, values, masks, numerics)
@@ -503,4 +505,4 @@ def a_gradients(
         if dx is not None:
             add(dx, g, stack.a, numerics)
         das = None if x is None else a_gradient(g, x, numerics)
-    return () if das is None else das.split(stack.ranks)
+    return () if das is None else das.split(stack.ranks)  # one dA for each adapter

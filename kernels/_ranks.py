@@ -25,7 +25,7 @@ class RankSums(Protocol):
 
 def counts_of_ranks(mine: Tensor, group: Any) -> Tensor:
     """Return (ranks, 2) from each rank's (count, alpha) in fp64."""
-    of_ranks = mine.new_empty(2 * dist.get_world_size(group))
+    of_ranks = mine.new_empty(2 * dist.get_world_size(group))  # fp64: counts and 1 / num_items
     all_gather(of_ranks, mine, group=group)
     return of_ranks.view(-1, 2)
 
@@ -46,7 +46,7 @@ class VocabParallel:
         ValueError: unknown `tokens`, or `average` with replicated tokens.
     """
 
-    group: Any
+    group: Any  # torch.distributed.ProcessGroup
     first: int
     vocab: int
     tokens: str = "sharded"
@@ -107,8 +107,9 @@ class VocabParallel:
 
         vocab: of the loss. held, teacher_held: rows on this rank.
         """
-        ours = slice(self.first, self.first + self.columns(vocab, held))
+        ours = slice(self.first, self.first + self.columns(vocab, held))  # rows of the whole head that this rank has
         theirs = slice(teacher.first, teacher.first + teacher.columns(vocab, teacher_held))
+        # or both have none of the vocabulary
         alike = ours == theirs or ours.start == ours.stop and theirs.start == theirs.stop
         ranks, of_teacher = (dist.get_process_group_ranks(side.group) for side in (self, teacher))
         if not alike or ranks != of_teacher or self.tokens != teacher.tokens:
@@ -120,6 +121,7 @@ class VocabParallel:
 
     def run(self, build: Any, sides: Any, *call: Any) -> tuple[Tensor, Tensor]:
         """Compute a loss whose head lies on the ranks: see `parallel_loss`. Only who needs it loads that file."""
+        # Here and not at the top: it is the one file of the ops that only sharded heads need.
         from ._vocab_parallel import parallel_loss
 
         return parallel_loss(self, build, sides, *call)

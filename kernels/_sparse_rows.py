@@ -166,7 +166,7 @@ def _rest_statistics(
     sum 2^((x - maximum) / T), and the number of entries. Each lane has its maximum; lanes are reduced once, at the end.
     """
     lanes = tl.arange(0, BLOCK)
-    top = tl.full((BLOCK,), -1e30, tl.float32)
+    top = tl.full((BLOCK,), -1e30, tl.float32)  # below every logit
     total = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)
     total_T = tl.zeros((BLOCK,), tl.float32)
@@ -184,9 +184,9 @@ def _rest_statistics(
         if HAS_TEMPERATURE:
             total_T = total_T * tl.exp2((top - higher) * inv_t) + tl.exp2((x - higher) * inv_t)
         top = higher
-        count += rest.to(tl.int32)
-    highest = tl.max(top, 0)
-    share = tl.exp2(top - highest)
+        count += rest.to(tl.int32)  # how many entries are the rest: none, if the teacher named all
+    highest = tl.max(top, 0)  # over lanes
+    share = tl.exp2(top - highest)  # what a lane's sums shrink by
     total_sum = tl.sum(total * share, 0)
     total_T_sum = total_sum
     if HAS_TEMPERATURE:
@@ -236,7 +236,7 @@ def _sparse_kernel(
     )
     twice = count + tl.sum(inside.to(tl.int32), 0) > V  # ids came twice: fewer places were taken
     top_rest = tl.where(twice, float("nan"), top_rest)
-    top = tl.maximum(top_rest, tl.max(x_k, 0))
+    top = tl.maximum(top_rest, tl.max(x_k, 0))  # of the whole row
     keep = tl.exp2(top_rest - top)
     e_k = tl.where(present, tl.exp2(x_k - top), 0.0)
     total = total_rest * keep + tl.sum(e_k, 0)
@@ -305,7 +305,7 @@ def _sparse_kernel(
         rest_weight = coefficient * (down * rest_q - down_rest)
         if HAS_CE and not HAS_TEMPERATURE:  # one softmax for both losses
             rest_weight += ce_weight * rest_q
-        lse_rest_T = top_rest * inv_t + tl.log2(total_rest_T)
+        lse_rest_T = top_rest * inv_t + tl.log2(total_rest_T)  # of the rest by itself: its mass is in rest_weight
         lanes = tl.arange(0, BLOCK)
         for start in range(0, V, BLOCK):
             cols = start + lanes
@@ -403,7 +403,7 @@ def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out
         return
     dx = (log_q_T - log_rest_q[:, None]).exp_().mul_(d_rest[:, None]).masked_fill_(taken, 0)
     dx.scatter_add_(1, index, d_entries.where(present, 0))
-    dx *= o.divergence_scale / o.temperature
+    dx *= o.divergence_scale / o.temperature  # T^2, and 1 / T from the logits
     if o.ce_weight and labels is not None:
         dx += o.ce_weight * log_q.exp()
         dx.scatter_add_(1, labels[:, None], torch.full_like(dx[:, :1], -o.ce_weight))

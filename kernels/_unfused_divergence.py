@@ -67,7 +67,7 @@ def fold(x, top, total, weighted, value):
     total = sum exp(x - top), weighted = sum exp(x - top) * value. One of the two rescaling factors is always 1, so a
     single exponential of -|x - top| serves both cases.
     """
-    rise = x - top
+    rise = x - top  # above the maximum so far, or below it
     e = tl.exp(-tl.abs(rise))
     higher = rise > 0
     total = tl.where(higher, total * e + 1.0, total + e)
@@ -97,7 +97,7 @@ def _given_terms(x, t, beta, KIND: tl.constexpr):
     if KIND == "tvd":
         d = x - t
         value = 0.5 * tl.abs(d)
-        dx = tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, d))
+        dx = tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, d))  # d itself where it is 0, or NaN
         dt = -dx
     elif KIND == "jsd":
         x = tl.where(x < -1e30, -1e30, x)  # -inf becomes finite, so that differences are numbers; NaN passes
@@ -105,7 +105,7 @@ def _given_terms(x, t, beta, KIND: tl.constexpr):
         q, p, q_ratio, p_ratio = _log_ratios(x, t, beta)
         dx = (1.0 - beta) * q * q_ratio
         dt = beta * p * p_ratio
-        value = dx + dt
+        value = dx + dt  # the two gradients in log q and log p are the two terms of the value
     else:
         if KIND == "kl":
             p = t
@@ -115,7 +115,7 @@ def _given_terms(x, t, beta, KIND: tl.constexpr):
             p = tl.exp(t)
             ratio = t - x
             dt = tl.where(p == 0, 0.0, p * (ratio + 1.0))
-        dx = -p
+        dx = -p  # whatever x is: p = 0 gives 0, also for x = -inf
         value = tl.where(p == 0, 0.0, p * ratio)
     return value, dx, dt
 
@@ -132,7 +132,7 @@ def _given_kernel(
     # Row `row` begins at row // inner * outer's stride + row % inner * inner's stride: no copy for slices of (B, S, V).
     pid = tl.program_id(0)
     row = (pid // parts).to(tl.int64)  # int64: row * stride passes 2^31
-    cols = pid % parts * BLOCK + tl.arange(0, BLOCK)
+    cols = pid % parts * BLOCK + tl.arange(0, BLOCK)  # a program has a part of one row
     inside = cols < V
     mask = inside
     factor = scale
@@ -412,7 +412,7 @@ def prepare(
     Without from_logits, input and target keep their meaning. Both sides of rows that take no part become 0, so these
     rows reach neither value nor gradient.
     """
-    dtype = stats_dtype(torch.promote_types(input.dtype, target.dtype))
+    dtype = stats_dtype(torch.promote_types(input.dtype, target.dtype))  # fp32, or fp64 if either side is
     x, t = input.to(dtype), target.to(dtype)
     keep = None if labels is None else labels != ignore_index
     if keep is not None:
@@ -439,9 +439,9 @@ def reduced(
     if reduction == "sum":
         return total
     if reduction == "mean" and not from_logits:
-        total, batch = total / max(input.shape[-1], 1), None
+        total, batch = total / max(input.shape[-1], 1), None  # torch: the mean over entries, not rows
     if keep is not None:
-        return total / keep.sum().clamp(min=1)
+        return total / keep.sum().clamp(min=1)  # without any row the total is 0
     return total / max(input.shape[:-1].numel() if batch is None else batch, 1)
 
 
@@ -449,7 +449,7 @@ def _early(input: Tensor, target: Tensor, o: Call) -> bool:
     """Return whether the forward writes the gradients; see the top of this file."""
     if o.reduction == "none" or torch.float16 in (input.dtype, target.dtype):
         return False
-    row_bytes = input.shape[-1] * (input.element_size() + target.element_size())
+    row_bytes = input.shape[-1] * (input.element_size() + target.element_size())  # of both sides
     return not o.from_logits or row_bytes <= EARLY_ROW_BYTES
 
 
@@ -466,7 +466,7 @@ def _values(x: Tensors, grads, stats: Tensor | None, o: Call) -> Tensor:
         out = torch.empty(input.shape, dtype=torch.promote_types(input.dtype, x.target.dtype), device=input.device)
         launch_given(x, grads, out, None, o)
     else:
-        out = vector(value_programs(input.shape), input)
+        out = vector(value_programs(input.shape), input)  # a program's sum each; added below, in one order
         launch_given(x, grads, out, None, o)
     return out if o.reduction == "none" else out.sum()
 
@@ -482,6 +482,7 @@ class GivenRowsFunction(torch.autograd.Function):
             return _values(x, grads, None, o)
         stats = None
         if o.from_logits:
+            # What the backward would have to sum over the row again: log-partitions and means.
             stats = torch.empty(*input.shape[:-1], 4, dtype=torch.float32, device=input.device)
         ctx.save_for_backward(*x, stats)
         return _values(x, (None, None), stats, o)
@@ -514,8 +515,9 @@ def given_rows(input: Tensor, target: Tensor, labels: Tensor | None, o: Call) ->
     if labels is not None:
         labels = labels.reshape(-1).contiguous()
         if o.reduction in ("mean", "batchmean"):
-            count = (labels != o.ignore_index).sum()
+            count = (labels != o.ignore_index).sum()  # stays on the device: the kernel divides by it
     grad = torch.is_grad_enabled()
+    # autograd does not tell a Function under no_grad
     needs = (grad and input.requires_grad, grad and target.requires_grad)
     if not any(needs):
         return _values(Tensors(input, target, labels, count), (None, None), None, o)

@@ -76,7 +76,7 @@ class TokenLayout:
         self.sharded = parallel.tokens == "sharded"
         self.counts, self.alphas, self.place = [selected.count], [selected.alpha], 0
         if self.sharded:
-            self.place = parallel.rank
+            self.place = parallel.rank  # whose part of a chunk is ours
             of_ranks = selected.of_ranks
             if of_ranks is None:
                 mine = torch.tensor([selected.count, selected.alpha], dtype=torch.float64, device=device)
@@ -232,8 +232,10 @@ class ShardGradients:
         for sums, rows, (x, w) in zip(self._sums, self._of_rows, operands.terms, strict=True):
             sums.add(dlogits, x, w, span.rows, columns)
             if rows is not None:
+                # fp32: ranks' parts are summed before they are rounded.
                 partial = torch.empty(x.shape, dtype=stats_dtype(x.dtype), device=x.device)
                 addmm_into(partial, dlogits, w, beta=0, alpha=self._alpha)
+                # this rank's own tokens
                 rows[span.parts[self._layout.place]] = self._layout.reduce(partial, span).to(rows.dtype)
 
     def finish(self) -> tuple[Tensor | None, ...]:
@@ -324,7 +326,7 @@ def _agreed(grad_loss: Tensor, parallel: VocabParallel) -> Tensor:
 
     NaN, since asking on the host would make it wait for the device.
     """
-    ends = torch.stack([grad_loss, -grad_loss])
+    ends = torch.stack([grad_loss, -grad_loss])  # one all-reduce for the largest and the smallest
     largest, smallest = parallel.max_(ends.to(stats_dtype(ends.dtype))).unbind()
     return grad_loss.where(largest == -smallest, torch.nan)
 
@@ -395,7 +397,7 @@ def shard_rows(
     if tile.logits.shape[1]:
         tile_statistics(tile, targets, carry, o)
     place = targets.labels - tile.first
-    inside = (place >= 0) & (place < tile.logits.shape[1])
+    inside = (place >= 0) & (place < tile.logits.shape[1])  # whether the label is among this rank's columns
     top = ranks.max_(carry[0].clone())  # the first all-reduce
     share = (carry[0] - top).exp()  # what this rank's sums shrink by
     sums = torch.stack([carry[1] * share, carry[2] * share, carry[3], carry[4].where(inside, 0)])
@@ -415,7 +417,7 @@ def parallel_loss(
     """Compute a loss over the tokens of all ranks and return (this rank's loss, per-token values (fields, N)).
 
     Args:
-        build, labels, token_weight, arguments: see `FusedLoss`. build gets the rows of all ranks, their labels and
+        build, labels, token_weight, arguments: see `LossOp`. build gets the rows of all ranks, their labels and
             their weights.
         sides: the head with this rank's tokens and rows, and the teacher's.
         selected: the rows of this rank that take part.

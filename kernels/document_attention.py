@@ -50,7 +50,7 @@ def document_attention_reference(
     dtype = stats_dtype(q.dtype)
     queries, keys, values = (x.to(dtype).transpose(0, 1) for x in (q, k, v))
     keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 0) for x in (keys, values))
-    scores = queries @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = queries @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)  # (Hq, T, T)
     return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ values).transpose(0, 1).to(q.dtype)
 
 
@@ -123,7 +123,7 @@ def _product(a, b, EXACT: tl.constexpr):
 @triton.jit
 def _scores(q, k, rows, keys, first, scale, MASKED: tl.constexpr, EXACT: tl.constexpr):
     """Return scores in base 2, (queries, keys)."""
-    s = _product(q, tl.trans(k), EXACT) * scale
+    s = _product(q, tl.trans(k), EXACT) * scale  # scale holds log2 e
     if MASKED:
         seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= rows[:, None])
         s = tl.where(seen, s, float("-inf"))
@@ -197,7 +197,7 @@ def _add_dq(
         k = _load_rows(k_base, keys, k_row, T, D, BLOCK_D)
         v = _load_rows(v_base, keys, v_row, T, D, BLOCK_D)
         p = tl.exp2(_scores(q, k, rows, keys, first, scale, MASKED, EXACT) - lse[:, None])
-        ds = p * (_product(do, tl.trans(v), EXACT) - delta[:, None])
+        ds = p * (_product(do, tl.trans(v), EXACT) - delta[:, None])  # softmax's backward
         dq += _product(ds.to(k.dtype), k, EXACT)
     return dq
 

@@ -89,7 +89,7 @@ def _forward_kernel(
     tl.store(rstd_ptr + rows * tl.num_programs(1) + group, rstd, mask=rows < N)
     y = x * rstd[:, None]
     if GATE_FIRST:
-        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)  # rounded before the weight, as Mamba-2's layers do
     y *= w[None, :]
     if not GATE_FIRST:
         y *= factor
@@ -119,13 +119,13 @@ def _backward_kernel(
         if GATE_FIRST:
             xhat = x * factor * rstd
             dw += dy * xhat
-            dv = rstd * (g - xhat * (tl.sum(g * xhat, 1) / G)[:, None])
-            dx, dz = dv * factor, dv * x * slope
+            dv = rstd * (g - xhat * (tl.sum(g * xhat, 1) / G)[:, None])  # of the gated x, v = x a(z)
+            dx, dz = dv * factor, dv * x * slope  # through the product v
         else:
             xhat = x * rstd
             dw += dy * xhat * factor  # the gate multiplies what the weight has scaled
-            dz = g * xhat * slope
-            g *= factor
+            dz = g * xhat * slope  # the gate multiplies what was normed and weighted
+            g *= factor  # now of xhat
             dx = rstd * (g - xhat * (tl.sum(g * xhat, 1) / G)[:, None])
         if dx_ptr is not None:
             tl.store(dx_ptr + rows[:, None] * stride_out + at[None, :], dx, mask=mask)

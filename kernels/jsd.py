@@ -34,7 +34,7 @@ def jsd_values(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     log_q, log_p = (x.masked_fill(x < -1e30, -1e30) for x in (log_q, log_p))  # -inf - -inf would be NaN
     d = log_p - log_q
     larger = d > 0  # p is the larger; the ratios use m / max(p, q)
-    share = torch.where(larger, 1 - beta, beta).to(d.dtype)
+    share = torch.where(larger, 1 - beta, beta).to(d.dtype)  # weight in m of the smaller one
     log_m = torch.log1p(share * torch.expm1(torch.where(larger, -d, d)))
     q_ratio, p_ratio = torch.where(larger, -d, 0.0) - log_m, torch.where(larger, 0.0, d) - log_m
     return beta * log_p.exp() * p_ratio + (1 - beta) * log_q.exp() * q_ratio
@@ -88,7 +88,7 @@ def jsd(
             scale_by_temperature_squared=scale_by_temperature_squared, labels=labels, ignore_index=ignore_index,
         )  # fmt: skip
     if beta == 1:
-        input, target = target, input
+        input, target = target, input  # KL(input || target) is the KL of the swapped pair
     return given_rows(input, target, labels, Call(
         "jsd" if 0 < beta < 1 else "kl_log", reduction, from_logits, float(beta), float(temperature),
         float(temperature**2 if scale_by_temperature_squared else 1.0), ignore_index,

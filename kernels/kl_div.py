@@ -33,8 +33,8 @@ def kl_div_reference(
     """Return in plain torch what the op must equal. Tests and benchmarks import this."""
     x, t, keep = prepare(input, target, from_logits, temperature, labels, ignore_index)
     scale = temperature**2 if scale_by_temperature_squared else 1.0
-    batch = None if from_logits or labels is not None else input.shape[0]
-    values = kl_values(x, t, log_target or from_logits)
+    batch = None if from_logits or labels is not None else input.shape[0]  # torch's batchmean: the first dimension only
+    values = kl_values(x, t, log_target or from_logits)  # `prepare` made logarithms of logits
     return reduced(values, input, target, keep, reduction, from_logits, scale, batch)
 
 

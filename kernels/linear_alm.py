@@ -50,7 +50,7 @@ class LinearAlm(NamedTuple):
 
 def alm_reference(log_prob: Tensor, teacher_log_prob: Tensor, tau: float) -> Tensor:
     """Return the values of spans, in plain torch, from log-likelihoods of any shape."""
-    a, b = FLOOR - teacher_log_prob, FLOOR - log_prob
+    a, b = FLOOR - teacher_log_prob, FLOOR - log_prob  # surprisals, at least FLOOR
     u, v = (-a / tau).exp(), (-b / tau).exp()
     return tau * (u * (b - a) / tau + (1 - u) * ((1 - u) / (1 - v)).log())
 
@@ -62,7 +62,7 @@ def sum_of_spans(values: Tensor, spans: Tensor, rows: int) -> Tensor:
         values: (N,).
         spans: (N,) int64, an index into the rows returned; negative: in no span.
     """
-    inside = values.where(spans >= 0, values.new_zeros(())).double()
+    inside = values.where(spans >= 0, values.new_zeros(())).double()  # fp64: the order of the sum does not show
     total = inside.new_zeros(rows).index_add(0, spans.clamp(min=0), inside)
     return total.to(values.dtype)
 
@@ -74,7 +74,7 @@ class SpanDivergence(torch.autograd.Function):
     def forward(ctx, log_prob: Tensor, teacher_log_prob: Tensor, tau: float) -> Tensor:
         b, a = (FLOOR - x.clamp(max=0) for x in (log_prob, teacher_log_prob))
         u, not_u, not_v = (-a / tau).exp(), -torch.expm1(-a / tau), -torch.expm1(-b / tau)
-        gap = (a - b).where(a != b, 0)
+        gap = (a - b).where(a != b, 0)  # inf - inf would be NaN
         likelier = torch.maximum(u, 1 - not_v)
         ctx.save_for_backward(gap.sign() * likelier * -torch.expm1(-gap.abs() / tau) / not_v)
         return -(u * gap).where(u > 0, 0) + tau * not_u * (not_u / not_v).log()
@@ -172,9 +172,9 @@ def alm_of(
             raise ValueError(
                 f"{name} must be one number per row of hidden: expected {tuple(size)}, got {tuple(x.shape)}."
             )
-    first = spans == torch.arange(size[0], device=spans.device)
+    first = spans == torch.arange(size[0], device=spans.device)  # rows that begin a span
     teacher = teacher_log_prob.to(log_prob.dtype).where(first, 0)
-    of_student = sum_of_spans(log_prob, spans, size[0])
+    of_student = sum_of_spans(log_prob, spans, size[0])  # at the first row of each span
     alm = SpanDivergence.apply(of_student, teacher, tau).where(first, 0)
     total = alm_weight * alm - ce_weight * log_prob
     loss = (total if token_weight is None else total * token_weight).sum() / divisor

@@ -61,9 +61,9 @@ from ._linear_head import (
 from ._linear_loss import (
     ChunkPlan,
     Execution,
-    FusedLoss,
     LinearLoss,
     LogitChunk,
+    LossOp,
     check_execution,
     check_labels,
     fit_to_memory,
@@ -96,15 +96,16 @@ class LinearCrossEntropy(LinearLoss):
     options: CrossEntropyOptions
 
     fields = FIELDS
-    keeps_values = True
+    keeps_values = True  # log-partitions, from which the backward makes gradients without another pass
 
     def write_rows(self, chunk: LogitChunk) -> None:
         targets = self.targets.rows(chunk.rows)
+        # dlogits may be the logits
         whole_rows(chunk.logits, chunk.bias, targets, chunk.values, chunk.dlogits, self.options)
 
     def weighted(self, factor: Tensor) -> "LinearCrossEntropy":
         token_weight = self.targets.token_weight
-        weight = factor if token_weight is None else factor * token_weight
+        weight = factor if token_weight is None else factor * token_weight  # (rows.count,)
         return replace(self, targets=replace(self.targets, token_weight=weight))
 
     def statistics(self, head: LinearHead, needs: NeededGradients) -> Tensor:
@@ -112,12 +113,14 @@ class LinearCrossEntropy(LinearLoss):
         rows, dtype, o = self.rows, head.dtype, self.options
         operands = head.operands(rows, self.vocab)
         out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=head.hidden.device)
+        # bytes that the backward will take: statistics may use as many
         gradient = head.weight.numel() * head.weight.itemsize
         plan, ws = self._tiles(head, NOTHING, gradient if self._takes_gradient(head, needs) else 0)
         for chunk in plan.chunks(rows.count):
             targets, carry = self.targets.rows(chunk), new_carry(chunk.stop - chunk.start, ws)
             for columns in plan.tiles(self.vocab):
                 part = operands.part(chunk, columns)
+                # Each tile overwrites the workspace of the one before; what is kept of it is the carry.
                 tile_statistics(Tile(part.logits(ws), part.bias, columns.start, self.vocab), targets, carry, o)
             out[:, chunk] = finish(carry, targets, self.vocab, o)
         return out
@@ -128,6 +131,7 @@ class LinearCrossEntropy(LinearLoss):
         """Return the head's gradients, computed tile by tile of the vocabulary."""
         assert values is not None
         o, operands = self.options, head.operands(self.rows, self.vocab)
+        # (rows.count,): token weights, and the probability under DFT
         factor = gradient_factor(upstream, values[1], self.targets, o)
         if self._takes_gradient(head, needs):
             plan = ChunkPlan(self.rows.count, self.vocab)  # near the end up to ROUNDINGS chunks
@@ -141,7 +145,7 @@ class LinearCrossEntropy(LinearLoss):
             part = operands.part(rows, columns)
             tile = Tile(part.logits(memory), part.bias, columns.start, self.vocab)
             tile_gradient(tile, self.targets.rows(rows), values[4, rows], factor[rows], tile.logits, o)
-            gradients.add(tile.logits, part, rows, columns)
+            gradients.add(tile.logits, part, rows, columns)  # the logits are the gradient now
         return gradients.finish()
 
     def _takes_gradient(self, head: LinearHead, needs: NeededGradients) -> bool:
@@ -163,11 +167,12 @@ class LinearCrossEntropy(LinearLoss):
         row_bytes = head.hidden.shape[1] * head.weight.itemsize
         for rows, columns in tiles_in_gradient(self.rows.count, self.vocab, dtype.itemsize, row_bytes):
             shape = ChunkPlan(rows.stop - rows.start, columns.stop - columns.start)
+            # Rows of the weight's gradient behind this tile's words: later tiles will write them.
             inside = gradients.free_rows(columns.stop, shape, dtype)
             if inside is not None:
                 yield rows, columns, inside
                 continue
-            if elsewhere is None:
+            if elsewhere is None:  # allocated once, for the last tiles
                 elsewhere = fit_to_memory(shape, lambda plan: workspace(*plan, dtype, head.hidden.device))
             fits, ws = elsewhere
             for start in range(rows.start, rows.stop, fits.rows):
@@ -184,7 +189,7 @@ def _loss(
     return LinearCrossEntropy(rows, vocab, how, targets, options)
 
 
-_fused_loss = FusedLoss("linear_cross_entropy", _loss)
+_op = LossOp("linear_cross_entropy", _loss)
 
 
 def linear_cross_entropy(
@@ -248,8 +253,8 @@ def linear_cross_entropy(
     head = LinearHead.of(hidden, weight, bias, lora)
     if parallel is not None:
         parallel.check(weight, overwrite_hidden)
-    vocab = weight.shape[0] if parallel is None else parallel.vocab
-    value, per_token = _fused_loss(
+    vocab = weight.shape[0] if parallel is None else parallel.vocab  # of the whole head, wherever its rows lie
+    value, per_token = _op(
         head, labels, token_weight, (vocab, scale, softcap, temperature, label_smoothing, z_loss, dft), rows=rows,
         num_items=num_items, ignore_index=ignore_index, reduction=reduction, recompute=recompute,
         workspace_mb=workspace_mb, accumulate_dtype=accumulate_dtype, overwrite_hidden=overwrite_hidden,

@@ -65,9 +65,9 @@ from ._linear_head import (
 )
 from ._linear_loss import (
     Execution,
-    FusedLoss,
     LinearLoss,
     LogitChunk,
+    LossOp,
     check_execution,
     check_labels,
     workspace,
@@ -95,13 +95,14 @@ class LinearPair(LinearLoss):
 
     def chunk_state(self, rows: int) -> tuple[Operands, Tensor]:
         """Return (operands of the teacher's logits, a workspace for a chunk of them)."""
+        # cast once for all chunks
         operands = self.teacher.operands(self.rows, self.vocab).part(slice(None), slice(0, self.vocab))
         dtype = self.logits_dtype(self.teacher.dtype)
         return operands, workspace(rows, self.vocab, dtype, self.teacher.hidden.device)
 
     def write_rows(self, chunk: LogitChunk) -> None:
         operands, ws = chunk.chunk_state
-        teacher = operands.part(chunk.rows, slice(0, self.vocab))
+        teacher = operands.part(chunk.rows, slice(0, self.vocab))  # the teacher's rows of the same tokens
         labels, token_weight = (None if x is None else x[chunk.rows] for x in (self.labels, self.token_weight))
         inputs = RowInputs(chunk.logits, teacher.logits(ws), chunk.bias, teacher.bias, labels, token_weight)
         divergence_rows(inputs, chunk.values, chunk.dlogits, self.options)
@@ -114,7 +115,7 @@ class LinearPair(LinearLoss):
         return torch.promote_types(dtype, self.options.logits_dtype or dtype)
 
     def bytes_per_logit(self, dtype: torch.dtype) -> int:
-        return dtype.itemsize + self.teacher.dtype.itemsize
+        return dtype.itemsize + self.teacher.dtype.itemsize  # both sides share the workspace
 
 
 def _loss(
@@ -137,7 +138,7 @@ def _loss(
     return LinearPair(rows, vocab, how, teacher, labels, weight, options)
 
 
-_fused_loss = FusedLoss("linear_divergence", _loss)
+_op = LossOp("linear_divergence", _loss)
 
 
 def linear_divergence(
@@ -203,7 +204,7 @@ def linear_divergence(
     _check(hidden, teacher_hidden, labels, ce_weight, logits_dtype)
     check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
     check_overwritten(overwrite_hidden, lora)
-    weights = divergence_weights(kind, beta, alpha)
+    weights = divergence_weights(kind, beta, alpha)  # of row kinds: what the kernel computes
     vocab = min(_vocabulary(weight, parallel, vocab_size), _vocabulary(teacher_weight, teacher_parallel))
     if parallel is None and teacher_parallel is not None:
         raise ValueError("teacher_parallel needs parallel: with a whole student's head, gather the teacher's.")
@@ -213,20 +214,22 @@ def linear_divergence(
         if teacher_parallel is not None:
             parallel.check_teacher(teacher_parallel, vocab, held, teacher_weight.shape[0])
         else:
+            # A whole teacher: each rank reads the rows that it has of the student's head.
             teacher_weight = parallel.slice_of(teacher_weight, held)
             teacher_bias = None if teacher_bias is None else parallel.slice_of(teacher_bias, held)
             teacher_lora = [x._replace(b=parallel.slice_of(x.b, held)) for x in adapters_of(teacher_lora)]
     if teacher_weight is weight and not weight.requires_grad:
+        # Adapters whose teacher is their own base: one head, and one copy of it in the dtype of the products.
         weight = teacher_weight = _cast_once(weight, hidden, teacher_hidden)
     head = LinearHead.of(hidden, weight, bias, lora)
-    with torch.no_grad():
+    with torch.no_grad():  # the teacher's adapters get no gradient either
         teacher = LinearHead.of(teacher_hidden, teacher_weight, teacher_bias, teacher_lora).detached()
     arguments: list[Any] = [
         *teacher.tensors, teacher.dtype, vocab, " ".join(weights), [*weights.values()], beta, alpha, teacher_share,
         ce_weight, temperature, label_smoothing, z_loss, scale_by_temperature_squared, scale, softcap, teacher_scale,
         teacher_softcap, logits_dtype,
     ]  # fmt: skip
-    value, per_token = _fused_loss(
+    value, per_token = _op(
         head, labels, token_weight, arguments, rows=rows, num_items=num_items, ignore_index=ignore_index,
         reduction=reduction, recompute=recompute, workspace_mb=workspace_mb, accumulate_dtype=accumulate_dtype,
         overwrite_hidden=overwrite_hidden, parallel=parallel, teacher=teacher,
@@ -247,6 +250,7 @@ def _cast_once(weight: Tensor, *hidden: Tensor) -> Tensor:
 
 def _named(loss: Tensor, per_token: Tensor, kind, beta: float, alpha: float) -> LinearDivergence:
     fields, terms = per_token[1:TERMS].unbind(0), per_token[TERMS:].unbind(0)
+    # in the order of FIELDS
     divergence, log_prob, entropy, is_top1, forward_kl, reverse_kl, agrees, *teacher_fields = fields
     return LinearDivergence(
         loss, divergence, log_prob, entropy, is_top1 > 0, forward_kl, reverse_kl, agrees > 0, *teacher_fields,

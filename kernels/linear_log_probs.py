@@ -79,7 +79,7 @@ def stored_log_probs(
     """Return the values of logits (N, V) that are there, in plain torch and in their dtype."""
     kept = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
     log_probs = F.log_softmax(logits, -1)
-    place = labels.where(kept, 0)[:, None]
+    place = labels.where(kept, 0)[:, None]  # an ignored label may be -100, which `gather` refuses
     log_prob = log_probs.gather(1, place).squeeze(1).where(kept, 0)
     is_top1 = (logits.gather(1, place).squeeze(1) >= logits.amax(-1)) & kept
     mean = logits.detach().mean(-1).where(kept, 0) if mean_logits else None
@@ -104,11 +104,14 @@ class LinearLogProbs(LinearLoss):
         targets, smoothed = self.targets.rows(chunk.rows), self.options.label_smoothing > 0
         whole_rows(chunk.logits, chunk.bias, targets, chunk.values, None if smoothed else chunk.dlogits, self.options)
         if smoothed and chunk.dlogits is not None:
+            # The smoothed loss gives the mean logit. Its gradient has that in it, too, so the plain one is written by
+            # itself.
             one = torch.ones_like(chunk.values[4])
             tile_gradient(self._tile(chunk), targets, chunk.values[4], one, chunk.dlogits, self.plain)
 
     def values(self, head: LinearHead, direction: bool) -> tuple[Tensor, Tensor | None]:
         """Return the values (fields, N) of all rows and, if `direction`, d log_prob / d hidden (N, H)."""
+        # -1: the kernel writes the gradient of -log_prob.
         gradients = self.gradients(head, HIDDEN_ALONE, self.plan(head.dtype), -1.0) if direction else None
         values = self.new_values(head)
         for chunk in self.chunks(head, values, gradients):
@@ -128,9 +131,10 @@ class LinearLogProbs(LinearLoss):
         """Return the gradients of the head's tensors. per_token: what `values` returned; others: (N,) upstream."""
         values, count = gather_rows(per_token.t(), self.rows).t().contiguous(), self.rows.count
         like = values.new_zeros(per_token.shape[1])
+        # (2 count,): both are divided by one largest number.
         upstream = torch.cat([gather_rows(like if x is None else x, self.rows) for x in (log_prob, entropy)])
         upstream, largest = upstream_rows(upstream, 2 * count, head.dtype)
-        factor, entropy_factor = upstream[:count].neg(), upstream[count:]
+        factor, entropy_factor = upstream[:count].neg(), upstream[count:]  # of -log_prob, and of the entropy
         gradients = self.gradients(head, needs, self.plan(head.dtype), 1.0, largest)
         for chunk in self.chunks(head, values, gradients):
             assert chunk.dlogits is not None
@@ -168,7 +172,7 @@ class TokenLogProbs(torch.autograd.Function):
         ctx.save_for_backward(per_token, direction, *tensors)
         log_prob, entropy, is_top1, mean = _outputs(per_token, values.options.label_smoothing > 0)
         ctx.mark_non_differentiable(is_top1, *([] if mean is None else [mean]))
-        return log_prob.clone(), entropy.clone(), is_top1, mean
+        return log_prob.clone(), entropy.clone(), is_top1, mean  # not views of what is saved: callers may write to them
 
     @staticmethod
     @first_order
@@ -176,6 +180,7 @@ class TokenLogProbs(torch.autograd.Function):
         per_token, direction, *tensors = ctx.saved_tensors
         if log_prob is None and entropy is None:
             return None, None, None, *[None] * len(tensors)
+        # A frozen head, and only log_prob used: its gradient was made in the forward, and only its size is missing.
         if direction is not None and log_prob is not None and entropy is None:
             out = torch.empty_like(direction) if graph_is_kept() else direction
             dhidden = torch.mul(direction, log_prob[:, None].to(stats_dtype(ctx.dtype)), out=out)

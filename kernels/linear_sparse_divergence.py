@@ -59,9 +59,9 @@ from ._linear_head import (
 )
 from ._linear_loss import (
     Execution,
-    FusedLoss,
     LinearLoss,
     LogitChunk,
+    LossOp,
     check_execution,
     check_labels,
 )
@@ -99,7 +99,7 @@ def sparse_divergence_reference(
     kind: str = "forward_kl", beta: float = 0.5, alpha: float = 0.1,
 ) -> Tensor:  # fmt: skip
     """Return divergences (N,) of one of ROW_KINDS of logits (N, V), in plain torch, without the factor T^2."""
-    log_q = (student_logits / temperature).log_softmax(-1)
+    log_q = (student_logits / temperature).log_softmax(-1)  # (N, V)
     present = (ids >= 0) & (log_probs != -torch.inf)
     log_p = log_probs.to(log_q.dtype)
     p, log_p = log_p.exp().where(present, 0), log_p.where(present, 0)
@@ -108,14 +108,15 @@ def sparse_divergence_reference(
     divergence = (p * (log_p - log_q_k.where(p > 0, 0))).sum(-1)
     if tail == "none":
         return divergence
+    # (N, V), which tokens the teacher named
     named = torch.zeros_like(log_q).scatter_add(1, index, present.to(log_q.dtype)) > 0
-    covered = named.all(-1)
+    covered = named.all(-1)  # (N,), no token is left for the rest
     rest = (1 - p.sum(-1)).clamp(min=0).where(~covered, 0)
     log_rest_q = log_q.masked_fill(named & ~covered[:, None], -torch.inf).logsumexp(-1)
     if kind == "forward_kl":
         return divergence + torch.special.xlogy(rest, rest) - rest * log_rest_q
     sides = (log_q_k, log_rest_q), (log_p, rest.clamp(min=LEAST_REST).log())
-    here = torch.cat([present, ~covered[:, None]], -1)
+    here = torch.cat([present, ~covered[:, None]], -1)  # (N, K + 1), which outcomes there are
     q, p = (torch.cat([a, b[:, None]], -1).where(here, -torch.inf) for a, b in sides)
     return divergence_of(kind, q, p, beta, alpha)
 
@@ -152,7 +153,7 @@ def linear_sparse_divergence_reference(
     label = torch.zeros_like(keep, dtype=torch.int64) if labels is None else labels * keep
     log_q = s.log_softmax(-1)
     log_prob = log_q.gather(1, label[:, None]).squeeze(1).where(has_label, 0)
-    factor = temperature**2 if scale_by_temperature_squared else 1.0
+    factor = temperature**2 if scale_by_temperature_squared else 1.0  # gradients keep their size
     divergence, terms = weighted_sparse_divergences(
         s, ids, log_probs, tail=tail, temperature=temperature, kind=kind, beta=beta, alpha=alpha
     )
@@ -162,7 +163,7 @@ def linear_sparse_divergence_reference(
     loss = each.where(keep, 0)
     if reduction == "mean":
         loss = loss.sum() / token_count(keep, num_items, loss.dtype)
-    mass = log_probs.to(s.dtype).exp().where(ids >= 0, 0).sum(-1)
+    mass = log_probs.to(s.dtype).exp().where(ids >= 0, 0).sum(-1)  # P
     is_top1 = (log_prob >= log_q.amax(-1)) & has_label
     agrees = torch.zeros_like(keep)
     if top_ids is not None:
@@ -185,7 +186,7 @@ class LinearSparse(LinearLoss):
     fields = FIELDS
 
     def write_rows(self, chunk: LogitChunk) -> None:
-        targets = self.targets.rows(chunk.rows)
+        targets = self.targets.rows(chunk.rows)  # the teacher's entries of the chunk
         sparse_rows(chunk.logits, chunk.bias, targets, chunk.values, chunk.dlogits, self.options)
 
     def weighted(self, factor: Tensor) -> "LinearSparse":
@@ -214,7 +215,7 @@ def _loss(
     return LinearSparse(rows, vocab, how, targets, options)
 
 
-_fused_loss = FusedLoss("linear_sparse_divergence", _loss)
+_op = LossOp("linear_sparse_divergence", _loss)
 
 
 def linear_sparse_divergence(
@@ -275,7 +276,7 @@ def linear_sparse_divergence(
         ids, log_probs.detach(), top_ids, vocab, tail, scale, softcap, temperature, ce_weight,
         scale_by_temperature_squared, " ".join(weights), [*weights.values()], beta, alpha,
     )  # fmt: skip
-    value, per_token = _fused_loss(
+    value, per_token = _op(
         head, labels, token_weight, arguments, rows=rows, num_items=num_items, ignore_index=ignore_index,
         reduction=reduction, recompute=recompute, workspace_mb=workspace_mb, accumulate_dtype=accumulate_dtype,
         overwrite_hidden=overwrite_hidden,

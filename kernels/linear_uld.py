@@ -43,9 +43,9 @@ from ._linear_head import (
 )
 from ._linear_loss import (
     Execution,
-    FusedLoss,
     LinearLoss,
     LogitChunk,
+    LossOp,
     check_execution,
     check_labels,
     workspace,
@@ -98,6 +98,7 @@ def linear_uld_reference(
         teacher_transform = LogitTransform(teacher_scale, teacher_softcap)
         t = logits(teacher_hidden, teacher_weight, teacher_bias, teacher_vocab_size, teacher_transform, teacher_lora)
         t = t.to(s.dtype)
+    # (N,): the teacher's row of each
     index = torch.arange(s.shape[0], device=s.device) if partners is None else partners
     aligned = index >= 0
     uld = uld_reference(s[aligned], t[index[aligned]], temperature)
@@ -176,7 +177,7 @@ def uld_rows(x: LogitPair, out: Tensor, grad: Tensor | None, o: UldOptions) -> N
     if x.labels is not None:
         out[2] = log_q.gather(1, x.labels[:, None]).squeeze(1)
         out[4] = s.gather(1, x.labels[:, None]).squeeze(1) >= s.amax(-1)
-    at_t = q if o.temperature == 1.0 else (s / o.temperature).softmax(-1)
+    at_t = q if o.temperature == 1.0 else (s / o.temperature).softmax(-1)  # (n, Vs)
     uld, sign = _distance(at_t, (t if o.temperature == 1.0 else t / o.temperature).softmax(-1))
     aligned = uld.new_ones(()) if x.aligned is None else x.aligned.to(uld.dtype)
     out[1] = uld * o.uld_scale * aligned
@@ -201,9 +202,9 @@ def uld_rows(x: LogitPair, out: Tensor, grad: Tensor | None, o: UldOptions) -> N
 
 def _distance(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     """Return distances (n,) of probabilities (n, Vs) and (n, Vt), and their derivatives (n, Vs) with respect to q."""
-    gaps, order = q.sort(-1, descending=True)
+    gaps, order = q.sort(-1, descending=True)  # `gaps` is q until p is subtracted
     p = p.sort(-1, descending=True).values
-    both = min(q.shape[1], p.shape[1])
+    both = min(q.shape[1], p.shape[1])  # beyond it one side is padded with zeros
     gaps[:, :both] -= p[:, :both]
     return gaps.abs().sum(-1) + p[:, both:].sum(-1), torch.empty_like(gaps).scatter_(1, order, gaps.sign())
 
@@ -234,7 +235,7 @@ class UldPair(LinearLoss):
         teacher = operands.part(chunk.rows, slice(0, self.teacher_vocab))
         by_row = (None if x is None else x[chunk.rows] for x in (self.labels, self.aligned, self.token_weight))
         both = LogitPair(chunk.logits, teacher.logits(ws), chunk.bias, teacher.bias, *by_row)
-        few = max(1, SORTED_BYTES // (BYTES_A_NUMBER * max(self.vocab, self.teacher_vocab)))
+        few = max(1, SORTED_BYTES // (BYTES_A_NUMBER * max(self.vocab, self.teacher_vocab)))  # rows at a time
         for start in range(0, chunk.logits.shape[0], few):
             part, dlogits = slice(start, start + few), chunk.dlogits
             uld_rows(both.rows(part), chunk.values[:, part], None if dlogits is None else dlogits[part], self.options)
@@ -264,13 +265,13 @@ def _loss(
     if partners is not None:
         partners = gather_rows(partners, rows)
         aligned = partners >= 0
-        teacher_rows = Rows(partners.clamp(min=0), rows.count, rows.num_items)
+        teacher_rows = Rows(partners.clamp(min=0), rows.count, rows.num_items)  # row 0 stands in for none
     labels = None if labels is None else gather_rows(labels, rows).contiguous()
     weight = labelled_weight(token_weight, rows, head.hidden.dtype)
     return UldPair(rows, vocab, how, teacher, teacher_vocab, teacher_rows, aligned, labels, weight, options)
 
 
-_fused_loss = FusedLoss("linear_uld", _loss)
+_op = LossOp("linear_uld", _loss)
 
 
 def linear_uld(
@@ -330,7 +331,7 @@ def linear_uld(
         *teacher.tensors, teacher.dtype, partners, vocab, teacher_vocab, uld_weight, ce_weight, temperature,
         label_smoothing, scale_by_temperature_squared, scale, softcap, teacher_scale, teacher_softcap,
     ]  # fmt: skip
-    value, per_token = _fused_loss(
+    value, per_token = _op(
         head, labels, token_weight, arguments, rows=rows, num_items=num_items, ignore_index=ignore_index,
         reduction=reduction, recompute=recompute, workspace_mb=workspace_mb, accumulate_dtype=accumulate_dtype,
         overwrite_hidden=overwrite_hidden,

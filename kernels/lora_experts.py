@@ -74,7 +74,7 @@ def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     """Return (E, K, N): x^T y over the rows of each expert, 0 for one without rows."""
     if _runs_grouped(x, y, x.shape[1], y.shape[1]):
-        out = F.grouped_mm(x.t(), y, offs=ends)
+        out = F.grouped_mm(x.t(), y, offs=ends)  # (E, K, N)
         # torch leaves the memory of experts without rows as it was.
         empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
         return out.masked_fill_(empty[:, None, None], 0)
@@ -305,9 +305,9 @@ class LoraExpertsFunction(torch.autograd.Function):
         weight = gate_up.dense()
         order, lows = _Order.of(index, len(weight)), [_Low.of(layer, weight.dtype) for layer in (gate_up, down)]
         with torch.autocast(x.device.type, enabled=False):
-            rows = x.to(weight.dtype).index_select(0, order.token)
+            rows = x.to(weight.dtype).index_select(0, order.token)  # (S, H), sorted by expert
             packed, t = _project(rows, weight, gate_up.bias, lows[0], order.ends)
-            del rows, weight
+            del rows, weight  # a dequantised weight must not outlive its product
             y, u = _project(forward(packed, None, gate), down.dense(), down.bias, lows[1], order.ends)
         ctx.save_for_backward(x, index, weights, packed, t, u, *order, *lows[0], *lows[1])
         ctx.layers, ctx.gate = [replace(layer, a=None, b=None) for layer in (gate_up, down)], gate
@@ -331,7 +331,7 @@ class LoraExpertsFunction(torch.autograd.Function):
         h = dh if need_low[2] else None  # written over dh, by threads that have read it
         dw_rows = backward(dh, packed, None, ctx.gate, dpacked, None, factors, h)
         da2, db2 = _adapter_gradients(du, h, dys, u, factors, order.ends, need_low[2:])
-        del dys, dh, h
+        del dys, dh, h  # of S rows each: free before the next products
         dweights = _router_gradient(dw_rows, dy, down.bias, index, order, weights.dtype) if need_w else None
         dx = da1 = db1 = None
         if need_x:

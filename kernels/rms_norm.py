@@ -120,7 +120,7 @@ def norm_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, ca
     """Return (y, x's rows, rstd)."""
     H = x.shape[-1]
     N = x.numel() // H
-    rows, stride = rows_of(x)
+    rows, stride = rows_of(x)  # saved as it is read: one stride leads over its rows
     y = empty(x, out_dtype(x, weight, cast_before_weight))
     rstd = vector(N, x)  # fp32, one a row: all that the backward needs besides x
     launch = _forward_launch(N, H, stride, eps, offset, weight is not None, cast_before_weight, forward_config(H))

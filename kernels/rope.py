@@ -168,7 +168,7 @@ def _rope_kernel(
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    q_blocks = tl.cdiv(T, TOKENS_Q) * (HQ // HEADS_Q)
+    q_blocks = tl.cdiv(T, TOKENS_Q) * (HQ // HEADS_Q)  # the first programs take q's tiles, the others k's
     if block < q_blocks:
         _rotate_tile(
             q_ptr, q_out_ptr, cos_ptr, sin_ptr, block, T, S, q_batch, q_head, q_position,
@@ -247,6 +247,7 @@ class RopeFunction(torch.autograd.Function):
         ctx.angles, ctx.strides = angles, (q_out.stride(), k_out.stride())
         ctx.set_materialize_grads(False)  # an output without a gradient stays None, and is not rotated back
         if not (ctx.needs_input_grad[0] and ctx.needs_input_grad[1]):
+            # else autograd would expect a gradient of theirs
             frozen = zip((q_out, k_out), ctx.needs_input_grad, strict=False)
             ctx.mark_non_differentiable(*(x for x, needed in frozen if not needed))
         return q_out, k_out
@@ -259,6 +260,7 @@ class RopeFunction(torch.autograd.Function):
         for i, upstream in enumerate(grad_outputs):
             if upstream is not None and ctx.needs_input_grad[i] and upstream.shape[1]:
                 upstream = dense_columns(upstream)
+                # in the order of the input: nobody copies it
                 grad = upstream.new_empty_strided(upstream.shape, ctx.strides[i])
                 sides.append((upstream, grad))
                 grads[i] = grad

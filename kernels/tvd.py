@@ -23,7 +23,7 @@ def tvd_reference(
 ) -> Tensor:  # fmt: skip
     """Return in plain torch what the op must equal. Tests and benchmarks import this."""
     q, p, keep = prepare(input, target, from_logits, temperature, labels, ignore_index)
-    values = ((q.exp() - p.exp()) if from_logits else (q - p)).abs() * 0.5
+    values = ((q.exp() - p.exp()) if from_logits else (q - p)).abs() * 0.5  # `prepare` made logarithms of logits
     scale = temperature**2 if scale_by_temperature_squared else 1.0
     return reduced(values, input, target, keep, reduction, from_logits, scale)
 
