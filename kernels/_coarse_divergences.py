@@ -7,10 +7,9 @@
     skew_kl          sum p log p/m                          -(1 - a) (p/m - 1)        m = a p + (1 - a) q
     skew_reverse_kl  sum q log q/m                          log q/m - a (q/m - 1)     m = a q + (1 - a) p
     tvd              sum |p - q| / 2                        sign(q - p) / 2
-    adaptive_kl      both KLs, weighted by the gaps in the teacher's likelier half and outside it
 
 with d = log p/q. Ratios come from d by expm1 and log1p, so they are exactly 0 where q and p are equal. The pieces of
-the Triton kernel and their torch twin; the adaptive KL, whose head needs the outcomes in order, has the twin alone.
+the Triton kernel and their torch twin.
 """
 
 from collections.abc import Mapping
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ._divergence_pieces import log_ratios, probabilities, sign, skew, skew_reverse
-from ._divergence_reference import likeliest_half
 from ._logits import LOWEST
 from ._triton import tl, triton
 
@@ -95,13 +93,7 @@ def coarse_divergences(
     sides = _Sides(log_q.exp().where(here, 0), log_p.exp().where(here, 0), log_p - log_q)
     values, gradient = {}, torch.zeros_like(log_q)
     for kind, weight in weights.items():
-        if kind == "adaptive_kl":
-            share = _head_share(sides, log_p.where(here, -torch.inf))
-            (forward, down), (reverse, up) = _forward_kl(sides), _reverse_kl(sides)
-            values[kind] = share * forward + (1 - share) * reverse
-            each = share[:, None] * down + (1 - share[:, None]) * up
-        else:
-            values[kind], each = _KINDS[kind](sides, beta, alpha)
+        values[kind], each = _KINDS[kind](sides, beta, alpha)
         if weight:
             gradient += weight * each
     return Coarse({kind: value.masked_fill(value > 1e20, torch.inf) for kind, value in values.items()}, gradient)
@@ -153,9 +145,3 @@ _KINDS = {
     "forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jsd, "skew_kl": _skew_kl,
     "skew_reverse_kl": _skew_reverse_kl, "tvd": _tvd,
 }  # fmt: skip
-
-
-def _head_share(s: _Sides, log_p: Tensor) -> Tensor:
-    """Return the weight of the forward KL in the adaptive one: the share of the gaps in the teacher's head."""
-    gaps = (s.p - s.q).abs()
-    return ((gaps * likeliest_half(log_p)).sum(-1) / gaps.sum(-1)).nan_to_num(0.5)

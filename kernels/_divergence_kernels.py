@@ -2,9 +2,8 @@
 twin, beside it.
 
 The kernel reads a row once for all statistics (`first_pass`). It reads it again for divergences that need the
-log-partitions first (`second_pass`: JSD, skewed KLs, total variation, adaptive KL), a few more times, the teacher
-alone, for the adaptive KL's head (`head_floor`), and once to write the gradient over the student's logits
-(`write_gradient`). A kernel is compiled for each set of options, and contains only what these ask for.
+log-partitions first (`second_pass`: JSD, skewed KLs, total variation), and once to write the gradient over the
+student's logits (`write_gradient`). A kernel is compiled for each set of options, and contains only what these ask for.
 
 In every piece, `sides` and FORM say where logits come from: see `load_sides`.
 """
@@ -13,7 +12,6 @@ from ._divergence_pieces import (
     SHARE,
     entropy,
     fold,
-    head_floor,
     lanes_of,
     load_both,
     load_labels,
@@ -46,7 +44,6 @@ JSD_TERM = tl.constexpr(12)
 SKEW_TERM = tl.constexpr(13)
 SKEW_REVERSE_TERM = tl.constexpr(14)
 TVD_TERM = tl.constexpr(15)
-ADAPTIVE_TERM = tl.constexpr(16)
 
 # Bits of MEASURED and GRADED.
 FORWARD = tl.constexpr(1)
@@ -55,7 +52,6 @@ JSD = tl.constexpr(4)
 SKEW = tl.constexpr(8)
 SKEW_REVERSE = tl.constexpr(16)
 TVD = tl.constexpr(32)
-ADAPTIVE = tl.constexpr(64)
 PAIRED = tl.constexpr(4 + 8 + 16 + 32)  # kinds whose gradients need the ratio of both sides
 
 
@@ -64,17 +60,17 @@ def divergence_kernel(
     student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, labels_ptr, token_weight_ptr, grad_ptr, out_ptr,
     stride_student, stride_teacher, stride_grad, stride_out, V, padded,
     scale, softcap, teacher_scale, teacher_softcap, teacher_share, temperature, forward_kl, reverse_kl, jsd, skew_kl,
-    skew_reverse_kl, tvd, adaptive_kl, beta, alpha, divergence_scale, ce_weight, smoothing, z_loss,
+    skew_reverse_kl, tvd, beta, alpha, divergence_scale, ce_weight, smoothing, z_loss,
     FORM: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, OWN_SUMS: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr, HAS_CE: tl.constexpr, MEASURED: tl.constexpr, GRADED: tl.constexpr,
     WRITE_GRAD: tl.constexpr, ALIASED: tl.constexpr,
-    STEPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute a row. Logits, log-partitions and divergences are in base 2 until they are stored.
 
     OWN_SUMS: the divergences need sums of their own, as their distributions aren't those of the metrics, which are at
     temperature 1. MEASURED: kinds that the second pass computes. GRADED: kinds that have a gradient.
-    forward_kl ... adaptive_kl: weights.
+    forward_kl ... tvd: weights.
     """
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2^31
     student_ptr += row * stride_student
@@ -94,7 +90,7 @@ def divergence_kernel(
     at_one = write_metrics(out_ptr, stride_out, row, s_sums, t_sums, tops, s_label, t_label, HAS_LABELS)
     s_lse = at_one[2]
     at_T = at_temperature(s_sums, t_sums, tops, at_one, inv_t, FORM, OWN_SUMS)
-    s_lse_T, t_lse_T, forward_T, reverse_T, u_max = at_T
+    s_lse_T, t_lse_T, forward_T, reverse_T = at_T
 
     divergence = tl.where(forward_kl != 0, forward_kl * forward_T, 0.0)  # 0 * an infinite KL would be NaN
     divergence += tl.where(reverse_kl != 0, reverse_kl * reverse_T, 0.0)
@@ -103,11 +99,8 @@ def divergence_kernel(
     tl.store(out_ptr + REVERSE_TERM * stride_out + row, reverse_T * unit)
     kl_qm, mean_rise, mean_reverse_rise, mean_sign = 0.0, 0.0, 0.0, 0.0
     if MEASURED:
-        floor = 0.0
-        if ADAPTIVE & MEASURED:
-            floor = head_floor(sides, u_max, t_lse_T, inv_t, FORM, STEPS, LANES, VECTOR)
-        p_sum, q_sum, skew_sum, skew_rise, reverse_sum, reverse_rise, gap_sum, head_sum, sign_sum = second_pass(
-            sides, s_lse_T, t_lse_T, floor, inv_t, beta, alpha, FORM, MEASURED, LANES, VECTOR
+        p_sum, q_sum, skew_sum, skew_rise, reverse_sum, reverse_rise, gap_sum, sign_sum = second_pass(
+            sides, s_lse_T, t_lse_T, inv_t, beta, alpha, FORM, MEASURED, LANES, VECTOR
         )
         gaps = tl.sum(gap_sum, 0)  # twice the total variation
         if JSD & MEASURED:
@@ -129,13 +122,6 @@ def divergence_kernel(
             mean_sign = tl.sum(sign_sum, 0)
             divergence += tvd * gaps * (0.5 / LN2)
             tl.store(out_ptr + TVD_TERM * stride_out + row, gaps * (0.5 * divergence_scale))
-        if ADAPTIVE & MEASURED:
-            head_share = tl.where(gaps > 0, tl.sum(head_sum, 0) / tl.where(gaps > 0, gaps, 1.0), 0.5)  # of the gaps
-            value = head_share * forward_T + (1.0 - head_share) * reverse_T
-            divergence += adaptive_kl * value
-            forward_kl += adaptive_kl * head_share  # its gradient is both KLs' gradients with these weights
-            reverse_kl += adaptive_kl * (1.0 - head_share)
-            tl.store(out_ptr + ADAPTIVE_TERM * stride_out + row, value * unit)
 
     divergence = divergence * unit
     loss = divergence
@@ -253,13 +239,14 @@ def write_metrics(out_ptr, stride_out, row, s_sums, t_sums, tops, s_label, t_lab
 
 @triton.jit
 def at_temperature(s_sums, t_sums, tops, at_one, inv_t, FORM: tl.constexpr, OWN_SUMS: tl.constexpr):
-    """Return (both log-partitions, both KLs, the other side's maximum) of the loss's distributions."""
+    """Return (both log-partitions, both KLs) of the loss's distributions."""
     s_max, t_max, s_lse, t_lse, forward, reverse = at_one
-    s_lse_T, t_lse_T, forward_T, reverse_T, u_max = s_lse, t_lse, forward, reverse, t_max
+    s_lse_T, t_lse_T, forward_T, reverse_T = s_lse, t_lse, forward, reverse
     if OWN_SUMS:
         _, _, _, s_total_T, s_ratio_T = s_sums
         _, _, _, t_total_T, t_ratio_T = t_sums
         s_top, t_top, u_top, _ = tops
+        u_max = t_max
         if SHARE & FORM:
             u_max = tl.max(u_top, 0)
         else:
@@ -272,12 +259,12 @@ def at_temperature(s_sums, t_sums, tops, at_one, inv_t, FORM: tl.constexpr, OWN_
         t_lse_T = u_max * inv_t + tl.log2(t_sum)
         forward_T = unbounded(inv_t * tl.sum(t_ratio_T * t_share, 0) / t_sum - (t_lse_T - s_lse_T))
         reverse_T = unbounded(inv_t * tl.sum(s_ratio_T * s_share, 0) / s_sum - (s_lse_T - t_lse_T))
-    return s_lse_T, t_lse_T, forward_T, reverse_T, u_max
+    return s_lse_T, t_lse_T, forward_T, reverse_T
 
 
 @triton.jit
 def second_pass(
-    sides, s_lse, t_lse, floor, inv_t, beta, alpha, FORM: tl.constexpr, MEASURED: tl.constexpr, LANES: tl.constexpr,
+    sides, s_lse, t_lse, inv_t, beta, alpha, FORM: tl.constexpr, MEASURED: tl.constexpr, LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Return each lane's sums that need the log-partitions first; zero for kinds that are not in MEASURED."""
@@ -286,7 +273,7 @@ def second_pass(
     zero = tl.zeros((LANES,), tl.float32)
     p_sum, q_sum = zero, zero
     skew_sum, skew_rise, reverse_sum, reverse_rise = zero, zero, zero, zero
-    gap_sum, head_sum, sign_sum = zero, zero, zero
+    gap_sum, sign_sum = zero, zero
     for start in range(0, V, LANES * VECTOR):
         s, t, _ = load_both(sides, start + lanes, FORM, "")
         q, p, d, e = probabilities(s * inv_t - s_lse, t * inv_t - t_lse)
@@ -302,14 +289,10 @@ def second_pass(
             ratio, rise = skew_reverse(d, e, alpha)
             reverse_sum += tl.sum(q * ratio, 1)
             reverse_rise += tl.sum(q * rise, 1)
-        if (TVD & MEASURED) or (ADAPTIVE & MEASURED):
-            gap = tl.abs(p - q)
-            gap_sum += tl.sum(gap, 1)
         if TVD & MEASURED:
+            gap_sum += tl.sum(tl.abs(p - q), 1)
             sign_sum += tl.sum(q * sign(d), 1)
-        if ADAPTIVE & MEASURED:
-            head_sum += tl.sum(tl.where(t >= floor, gap, 0.0), 1)
-    return p_sum, q_sum, skew_sum, skew_rise, reverse_sum, reverse_rise, gap_sum, head_sum, sign_sum
+    return p_sum, q_sum, skew_sum, skew_rise, reverse_sum, reverse_rise, gap_sum, sign_sum
 
 
 @triton.jit

@@ -14,7 +14,7 @@ FIELDS = (
     "teacher_log_prob", "teacher_entropy", *(f"{kind} of the loss" for kind in ROW_KINDS),
 )  # fmt: skip
 TERMS = len(FIELDS) - len(ROW_KINDS)  # the loss's divergences start here; those not asked for stay unwritten
-SECOND_PASS = ("jsd", "skew_kl", "skew_reverse_kl", "tvd", "adaptive_kl")  # kinds that need the log-partitions first
+SECOND_PASS = ("jsd", "skew_kl", "skew_reverse_kl", "tvd")  # kinds that need the log-partitions first
 SOFTCAP, TEACHER_SOFTCAP, SHARE = 2, 8, 16  # bits of FORM, as in _divergence_pieces.py
 BITS = {kind: 1 << place for place, kind in enumerate(ROW_KINDS)}  # the kernel calls them FORWARD, REVERSE, ...
 
@@ -62,12 +62,8 @@ class DivergenceOptions:
 
     @property
     def graded(self) -> int:
-        """Return the kernel's GRADED: bits of the kinds that have a gradient. The adaptive KL uses both KLs' bits."""
-        kinds = [kind for kind, weight in self.weights.items() if weight]
-        graded = sum([BITS[kind] for kind in kinds])
-        if "adaptive_kl" in kinds:
-            graded = graded & ~BITS["adaptive_kl"] | BITS["forward_kl"] | BITS["reverse_kl"]
-        return graded
+        """Return the kernel's GRADED: bits of the kinds that have a gradient."""
+        return sum([BITS[kind] for kind, weight in self.weights.items() if weight])
 
     @property
     def form(self) -> int:

@@ -12,7 +12,6 @@ from ._divergence_torch import divergence_rows_torch
 from ._triton import kept_launch, use_triton
 
 LANES, WARPS = 1024, 32  # half of each with a second pass, which computes more per number
-HEAD_STEPS = 12  # at most; each step quarters the interval that holds the threshold of the adaptive KL's head
 VECTOR_BYTES = 16  # bytes of a row that a thread reads at once
 BIAS, TEACHER_BIAS = 1, 4  # bits of FORM, as in _divergence_pieces.py; `DivergenceOptions.form` sets the others
 
@@ -35,7 +34,7 @@ def divergence_rows(x: RowInputs, out: Tensor, grad: Tensor | None, options: Div
         FORM=options.form + BIAS * (x.bias is not None) + TEACHER_BIAS * (x.teacher_bias is not None),
         HAS_LABELS=x.labels is not None, HAS_TOKEN_WEIGHT=x.token_weight is not None,
         **flags, WRITE_GRAD=grad is not None,
-        ALIASED=written.dtype != student.dtype, STEPS=HEAD_STEPS, LANES=LANES // 2 if measured else LANES,
+        ALIASED=written.dtype != student.dtype, LANES=LANES // 2 if measured else LANES,
         VECTOR=max(1, VECTOR_BYTES // student.element_size()), num_warps=WARPS // 2 if measured else WARPS,
     )(
         student, teacher, student if x.bias is None else x.bias, teacher if x.teacher_bias is None else x.teacher_bias,

@@ -5,7 +5,7 @@ go in nats, (fields, n); the pieces compute in base 2.
 """
 
 from ._divergence_kernels import first_pass, second_pass, write_gradient
-from ._divergence_pieces import SHARE, lanes_of, load_both, load_labels
+from ._divergence_pieces import SHARE, load_labels
 from ._triton import tl, triton
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -73,58 +73,13 @@ def statistics_kernel(
 
 
 @triton.jit
-def head_sums_kernel(
-    student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, numbers_ptr, out_ptr,
-    stride_student, stride_teacher, stride_numbers, stride_out, V, padded,
-    scale, softcap, teacher_scale, teacher_softcap, teacher_share, temperature,
-    FORM: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Write the masses from three bounds up, minus the least logit from low up, and the largest below high.
-
-    numbers: log-partition at the temperature, low, high, and the bounds.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    sides = (
-        student_ptr + row * stride_student, bias_ptr, scale, softcap, teacher_ptr + row * stride_teacher,
-        teacher_bias_ptr, teacher_scale, teacher_softcap, teacher_share, V, padded,
-    )  # fmt: skip
-    numbers_ptr += row
-    out_ptr += row
-    inv_t = 1.0 / temperature
-    lse = tl.load(numbers_ptr) * LOG2E
-    low = tl.load(numbers_ptr + stride_numbers) * LOG2E
-    high = tl.load(numbers_ptr + 2 * stride_numbers) * LOG2E
-    first = tl.load(numbers_ptr + 3 * stride_numbers) * LOG2E
-    second = tl.load(numbers_ptr + 4 * stride_numbers) * LOG2E
-    third = tl.load(numbers_ptr + 5 * stride_numbers) * LOG2E
-    lanes = lanes_of(LANES, VECTOR)
-    zero = tl.zeros((LANES,), tl.float32)
-    above_first, above_second, above_third = zero, zero, zero
-    least = zero + 1e30
-    most = zero - 1e30
-    for start in range(0, V, LANES * VECTOR):
-        _, u, _ = load_both(sides, start + lanes, FORM, "")
-        p = tl.exp2(u * inv_t - lse)
-        above_first += tl.sum(tl.where(u >= first, p, 0.0), 1)
-        above_second += tl.sum(tl.where(u >= second, p, 0.0), 1)
-        above_third += tl.sum(tl.where(u >= third, p, 0.0), 1)
-        least = tl.minimum(least, tl.min(tl.where(u >= low, u, 1e30), 1))
-        most = tl.maximum(most, tl.max(tl.where(u < high, u, -1e30), 1))
-    tl.store(out_ptr, tl.sum(above_first, 0))
-    tl.store(out_ptr + stride_out, tl.sum(above_second, 0))
-    tl.store(out_ptr + 2 * stride_out, tl.sum(above_third, 0))
-    tl.store(out_ptr + 3 * stride_out, -tl.min(least, 0))
-    tl.store(out_ptr + 4 * stride_out, tl.max(most, 0))
-
-
-@triton.jit
 def second_sums_kernel(
     student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, numbers_ptr, out_ptr,
     stride_student, stride_teacher, stride_numbers, stride_out, V, padded,
     scale, softcap, teacher_scale, teacher_softcap, teacher_share, temperature, beta, alpha,
     FORM: tl.constexpr, MEASURED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Write SECOND (out). numbers: both log-partitions at the temperature, and the lowest logit of the head."""
+    """Write SECOND (out). numbers: both log-partitions at the temperature."""
     row = tl.program_id(0).to(tl.int64)
     sides = (
         student_ptr + row * stride_student, bias_ptr, scale, softcap, teacher_ptr + row * stride_teacher,
@@ -134,10 +89,8 @@ def second_sums_kernel(
     out_ptr += row
     s_lse = tl.load(numbers_ptr) * LOG2E
     u_lse = tl.load(numbers_ptr + stride_numbers) * LOG2E
-    floor = tl.load(numbers_ptr + 2 * stride_numbers) * LOG2E
-    floor -= tl.abs(floor) * 2.4e-7  # the way through nats rounds twice: a token on the floor must not fall below it
-    p_sum, q_sum, skew_sum, skew_rise, reverse_sum, reverse_rise, gap_sum, head_sum, sign_sum = second_pass(
-        sides, s_lse, u_lse, floor, 1.0 / temperature, beta, alpha, FORM, MEASURED, LANES, VECTOR
+    p_sum, q_sum, skew_sum, skew_rise, reverse_sum, reverse_rise, gap_sum, sign_sum = second_pass(
+        sides, s_lse, u_lse, 1.0 / temperature, beta, alpha, FORM, MEASURED, LANES, VECTOR
     )
     tl.store(out_ptr, tl.sum(p_sum, 0) * LN2)
     tl.store(out_ptr + stride_out, tl.sum(q_sum, 0) * LN2)
@@ -146,8 +99,7 @@ def second_sums_kernel(
     tl.store(out_ptr + 4 * stride_out, tl.sum(reverse_sum, 0) * LN2)
     tl.store(out_ptr + 5 * stride_out, tl.sum(reverse_rise, 0))
     tl.store(out_ptr + 6 * stride_out, tl.sum(gap_sum, 0))
-    tl.store(out_ptr + 7 * stride_out, tl.sum(head_sum, 0))
-    tl.store(out_ptr + 8 * stride_out, tl.sum(sign_sum, 0))
+    tl.store(out_ptr + 7 * stride_out, tl.sum(sign_sum, 0))
 
 
 @triton.jit

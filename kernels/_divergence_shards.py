@@ -4,14 +4,12 @@ Each rank holds some columns of both sides' logits. Read it beside _divergence_t
 
 1. `shard_statistics`: maxima, and sums of exponentials relative to them. Ranks' maxima are combined by one all-reduce,
    the sums, rescaled to the common maxima, by a second: now each rank knows both log-partitions and both KLs.
-2. `second_sums`, of the kinds that need the log-partitions first: one more all-reduce. The head of the adaptive KL
-   takes two small all-reduces for each step of its bisection.
+2. `second_sums`, of the kinds that need the log-partitions first: one more all-reduce.
 3. `shard_gradient`: the gradient of a rank's own logits is a function of these and of the numbers of the row.
 
 All numbers are in nats, (n,) a row.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +19,7 @@ from torch import Tensor
 from ._cross_entropy_rows import RankSums
 from ._divergence_options import TERMS, DivergenceOptions, RowInputs
 from ._divergence_rows import BIAS, LANES, TEACHER_BIAS, VECTOR_BYTES, WARPS
-from ._divergence_shard_kernels import gradient_kernel, head_sums_kernel, second_sums_kernel, statistics_kernel
+from ._divergence_shard_kernels import gradient_kernel, second_sums_kernel, statistics_kernel
 from ._divergence_torch import (
     AGREES,
     DIVERGENCE,
@@ -44,9 +42,8 @@ STATISTICS = (
     "s_top", "t_top", "u_top", "t_at_s_top", "s_total", "s_moment", "s_ratio", "t_total", "t_moment", "t_ratio",
     "s_total_T", "s_ratio_T", "u_total_T", "u_ratio_T", "plain", "s_label", "t_label",
 )  # fmt: skip
-SECOND = ("p_jsd", "q_jsd", "skew", "skew_rise", "reverse", "reverse_rise", "gaps", "head_gaps", "signs")
+SECOND = ("p_jsd", "q_jsd", "skew", "skew_rise", "reverse", "reverse_rise", "gaps", "signs")
 BLOCK = 2**22  # numbers of a block of rows: what plain torch computes in passing takes some 16 MiB each
-HEAD_STEPS = 12  # each quarters the interval that holds the threshold of the adaptive KL's head
 
 
 class ShardInputs(NamedTuple):
@@ -134,7 +131,6 @@ class RowNumbers(NamedTuple):
     s: Partition
     s_T: Partition
     u_T: Partition
-    u_top: Tensor  # at temperature 1
     forward_T: Tensor
     reverse_T: Tensor
     s_label: Tensor
@@ -172,12 +168,11 @@ def divergence_shard(
     row = _combined(shard_statistics(shard, out), shard, out, ranks)
     sums = out.new_zeros(len(SECOND), out.shape[1])
     if o.measured:
-        floor = _head_floor(shard, row, ranks) if "adaptive_kl" in o.weights else row.u_top
-        sums = ranks.sum_(second_sums(shard, row, floor))
-    head_share = _write_terms(row, dict(zip(SECOND, sums, strict=True)), out, o)
+        sums = ranks.sum_(second_sums(shard, row))
+    _write_terms(row, dict(zip(SECOND, sums, strict=True)), out, o)
     _write_loss(row, x, out, vocab, o)
     if grad is not None and grad.shape[1]:
-        shard_gradient(shard, _gradient_numbers(row, dict(zip(SECOND, sums, strict=True)), head_share, x, o), grad)
+        shard_gradient(shard, _gradient_numbers(row, dict(zip(SECOND, sums, strict=True)), x, o), grad)
 
 
 def shard_statistics(shard: ShardInputs, like: Tensor) -> Tensor:
@@ -249,13 +244,13 @@ def _combined(part: Tensor, shard: ShardInputs, out: Tensor, ranks: RankSums) ->
         s_label = s_label.where((labels >= 0) & (labels < shard.vocab), torch.nan)  # a wrong label shows
         out[LOG_PROB], out[TEACHER_LOG_PROB], out[IS_TOP1] = s_label - s.lse, t_label - t.lse, s_label >= s_top
     if not o.flags["OWN_SUMS"]:
-        return RowNumbers(s, s, t, t_top, forward, reverse, s_label, plain)
+        return RowNumbers(s, s, t, forward, reverse, s_label, plain)
     T = o.temperature
     s_total_T, s_ratio_T, u_total_T, u_ratio_T = at_T
     s_T, u_T = Partition(s_top / T, s_total_T.log()), Partition(u_top / T, u_total_T.log())
     forward_T = _unbounded(u_ratio_T / u_total_T / T - u_T.above(s_T))
     reverse_T = _unbounded(s_ratio_T / s_total_T / T - s_T.above(u_T))
-    return RowNumbers(s, s_T, u_T, u_top, forward_T, reverse_T, s_label, plain)
+    return RowNumbers(s, s_T, u_T, forward_T, reverse_T, s_label, plain)
 
 
 def _unbounded(kl: Tensor) -> Tensor:
@@ -271,53 +266,18 @@ def _distributions(shard: ShardInputs, s_T: Partition, u_T: Partition) -> tuple[
     return Distributions(log_q, log_p, log_q.exp(), log_p.exp(), True), s, slope
 
 
-def _head_floor(shard: ShardInputs, row: RowNumbers, ranks: RankSums) -> Tensor:
-    """Return the lowest logit (n,) of the adaptive KL's head: see `head_floor` of _divergence_pieces.py."""
-    T = shard.options.temperature
-    high, low = row.u_top.clone(), (row.u_T.lse - math.log(4 * shard.vocab)) * T
-    active = (-row.u_T.log_total).exp() < 0.5
-    for _ in range(HEAD_STEPS):
-        bounds = low + (high - low) * low.new_tensor([[0.25], [0.5], [0.75]])
-        masses, ends = head_sums(shard, row.u_T, low, high, bounds)
-        over = ranks.sum_(masses) > 0.5
-        least, most = ranks.max_(ends)
-        below = torch.where(over[2], bounds[2], torch.where(over[1], bounds[1], torch.where(over[0], bounds[0], low)))
-        above = torch.where(over[2], high, torch.where(over[1], bounds[2], torch.where(over[0], bounds[1], bounds[0])))
-        low, high = torch.where(active, below, low), torch.where(active, above, high)
-        active = active & (-least < most)
-    return high
-
-
-def head_sums(shard: ShardInputs, u_T: Partition, low: Tensor, high: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ((3, n) the mass at logits from each bound up, (2, n) minus the least logit from low up, and the largest
-    below high), of this rank's columns."""
-    both = torch.cat([torch.zeros_like(bounds), torch.full_like(bounds[:2], LOWEST)])
-    masses, ends = both[:3], both[3:]
-    numbers = torch.stack([u_T.lse, low, high, *bounds])
-    if shard.launch(head_sums_kernel, [numbers, both], []):
-        return masses, ends
-    for at, block in shard.blocks():
-        _, _, u, _ = block.logits()
-        p = u_T.at(at).log_probs(u / shard.options.temperature).exp()
-        for i, bound in enumerate(bounds):
-            masses[i, at] = p.masked_fill(u < bound[at, None], 0).sum(-1)
-        ends[0, at] = -u.masked_fill(u < low[at, None], -LOWEST).amin(-1)
-        ends[1, at] = u.masked_fill(u >= high[at, None], LOWEST).amax(-1)
-    return masses, ends
-
-
-def second_sums(shard: ShardInputs, row: RowNumbers, floor: Tensor) -> Tensor:
+def second_sums(shard: ShardInputs, row: RowNumbers) -> Tensor:
     """Return this rank's SECOND sums (len(SECOND), n); those of kinds that are not asked for stay 0."""
-    every = torch.zeros(len(SECOND), *row.u_top.shape, dtype=row.u_top.dtype, device=row.u_top.device)
-    o, numbers = shard.options, torch.stack([row.s_T.lse, row.u_T.lse, floor])
+    o, numbers = shard.options, torch.stack([row.s_T.lse, row.u_T.lse])
+    every = numbers.new_zeros(len(SECOND), numbers.shape[1])
     if shard.launch(second_sums_kernel, [numbers, every], [o.beta, o.alpha], MEASURED=o.measured):
         return every
     for at, block in shard.blocks():
-        _block_sums(block, row.s_T.at(at), row.u_T.at(at), floor[at], every[:, at])
+        _block_sums(block, row.s_T.at(at), row.u_T.at(at), every[:, at])
     return every
 
 
-def _block_sums(shard: ShardInputs, s_T: Partition, u_T: Partition, floor: Tensor, sums: Tensor) -> None:
+def _block_sums(shard: ShardInputs, s_T: Partition, u_T: Partition, sums: Tensor) -> None:
     o = shard.options
     x, *_ = _distributions(shard, s_T, u_T)
     dot = torch.linalg.vecdot
@@ -330,34 +290,25 @@ def _block_sums(shard: ShardInputs, s_T: Partition, u_T: Partition, floor: Tenso
     if "skew_reverse_kl" in o.weights:
         ratio, _ = log_ratios(x, 1 - o.alpha)
         sums[4], sums[5] = dot(x.q, ratio), dot(x.q, ratio - o.alpha * torch.expm1(ratio))
-    gaps = (x.p - x.q).abs()
-    sums[6] = gaps.sum(-1)
     if "tvd" in o.weights:
-        sums[8] = dot(x.q, torch.sign(x.log_q - x.log_p))
-    if "adaptive_kl" in o.weights:
-        _, _, u, _ = shard.logits()
-        sums[7] = gaps.masked_fill(u < floor[:, None], 0).sum(-1)
+        sums[6], sums[7] = (x.p - x.q).abs().sum(-1), dot(x.q, torch.sign(x.log_q - x.log_p))
 
 
-def _write_terms(row: RowNumbers, sums: dict[str, Tensor], out: Tensor, o: DivergenceOptions) -> Tensor:
-    """Write the divergences, and their weighted sum into DIVERGENCE; return the head's share (n,) of the gaps."""
-    gaps = sums["gaps"]
-    head_share = torch.where(gaps > 0, sums["head_gaps"] / gaps, 0.5)
+def _write_terms(row: RowNumbers, sums: dict[str, Tensor], out: Tensor, o: DivergenceOptions) -> None:
+    """Write the divergences, and their weighted sum into DIVERGENCE."""
     values = {
         "forward_kl": row.forward_T,
         "reverse_kl": row.reverse_T,
         "jsd": o.beta * sums["p_jsd"] + (1 - o.beta) * sums["q_jsd"],
         "skew_kl": sums["skew"],
         "skew_reverse_kl": sums["reverse"],
-        "tvd": gaps / 2,
-        "adaptive_kl": head_share * row.forward_T + (1 - head_share) * row.reverse_T,
+        "tvd": sums["gaps"] / 2,
     }
     out[DIVERGENCE] = 0
     for i, kind in enumerate(ROW_KINDS):
         out[TERMS + i] = values[kind] * o.divergence_scale
         if o.weight(kind):  # 0 * an infinite divergence would be NaN
             out[DIVERGENCE] += o.weight(kind) * out[TERMS + i]
-    return head_share
 
 
 def _write_loss(row: RowNumbers, x: RowInputs, out: Tensor, vocab: int, o: DivergenceOptions) -> None:
@@ -372,12 +323,9 @@ def _write_loss(row: RowNumbers, x: RowInputs, out: Tensor, vocab: int, o: Diver
         out[LOSS] *= x.token_weight
 
 
-def _gradient_numbers(row: RowNumbers, sums: dict[str, Tensor], head_share: Tensor, x: RowInputs, o: DivergenceOptions):
-    adaptive = o.weight("adaptive_kl")
-    forward, reverse = (torch.full_like(row.u_top, o.weight(kind)) for kind in ("forward_kl", "reverse_kl"))
-    if adaptive:  # its gradient is both KLs' gradients with these weights
-        forward, reverse = forward + adaptive * head_share, reverse + adaptive * (1 - head_share)
-    weight = torch.ones_like(row.u_top) if x.token_weight is None else x.token_weight
+def _gradient_numbers(row: RowNumbers, sums: dict[str, Tensor], x: RowInputs, o: DivergenceOptions):
+    forward, reverse = (torch.full_like(row.plain, o.weight(kind)) for kind in ("forward_kl", "reverse_kl"))
+    weight = torch.ones_like(row.plain) if x.token_weight is None else x.token_weight
     return GradientNumbers(
         row.s, row.s_T, row.u_T, forward, reverse, row.reverse_T, sums["q_jsd"], sums["skew_rise"],
         sums["reverse_rise"], sums["signs"], weight,
@@ -427,9 +375,9 @@ def _block_gradient(shard: ShardInputs, row: GradientNumbers, grad: Tensor) -> N
         total.addcmul_(x.q, rise - column(row.reverse_rise), value=o.weight("skew_reverse_kl"))
     if o.weight("tvd"):
         total.addcmul_(x.q, torch.sign(x.log_q - x.log_p) - column(row.signs), value=o.weight("tvd") / 2)
-    if o.weight("forward_kl") or o.weight("adaptive_kl"):
+    if o.weight("forward_kl"):
         total.addcmul_(x.q - x.p, column(row.forward_weight))
-    if o.weight("reverse_kl") or o.weight("adaptive_kl"):
+    if o.weight("reverse_kl"):
         total += column(row.reverse_weight) * x.q * (x.log_q - x.log_p - column(row.reverse_T))
     total *= o.divergence_scale / o.temperature
     if o.ce_weight:

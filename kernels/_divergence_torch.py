@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ._divergence_options import FIELDS, TERMS, DivergenceOptions, RowInputs
-from ._divergence_reference import likeliest_half
 from ._logits import LOWEST, transform
 from .divergence_kinds import ROW_KINDS
 
@@ -130,21 +129,9 @@ def _tvd(x: Distributions, _) -> Term:
     return value, 0.5 * x.q * (sign - torch.linalg.vecdot(x.q, sign)[:, None]) if x.write_grad else None
 
 
-def _adaptive_kl(x: Distributions, o: DivergenceOptions) -> Term:
-    gaps = (x.p - x.q).abs()
-    both = gaps.sum(-1)
-    head_share = torch.where(both > 0, (gaps * likeliest_half(x.log_p)).sum(-1) / both, 0.5)
-    forward, d_forward = _forward_kl(x, o)
-    reverse, d_reverse = _reverse_kl(x, o)
-    value = head_share * forward + (1 - head_share) * reverse
-    if d_forward is None or d_reverse is None:
-        return value, None
-    return value, head_share[:, None] * d_forward + (1 - head_share)[:, None] * d_reverse
-
-
 TERM_OF_KIND = {
     "forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jsd, "skew_kl": _skew_kl,
-    "skew_reverse_kl": _skew_reverse_kl, "tvd": _tvd, "adaptive_kl": _adaptive_kl,
+    "skew_reverse_kl": _skew_reverse_kl, "tvd": _tvd,
 }  # fmt: skip
 
 

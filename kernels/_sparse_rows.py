@@ -3,8 +3,8 @@
 A row's K entries that the teacher named are taken out first: their logits go to registers, and -inf takes their places.
 So one pass over the row sees only the rest of the vocabulary, and the rest's mass is a sum of its own. (1 minus the
 others would lose every digit where a student is sure.) A second pass writes the rest's gradient over the logits, and
-the K entries are filled in last. The Triton kernel and its torch twin take the same arguments; the adaptive KL is the
-twin's on any device, in blocks of rows. Formulas: linear_sparse_divergence.py, _coarse_divergences.py.
+the K entries are filled in last. The Triton kernel and its torch twin take the same arguments.
+Formulas: linear_sparse_divergence.py, _coarse_divergences.py.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ FIELDS = (
 )  # fmt: skip
 TERMS = len(FIELDS) - len(ROW_KINDS)  # the divergences start here; those not asked for stay unwritten
 TAILS = ("bucket", "none")
-LEAST_REST = 2.0**-24  # what fp32 log-probabilities tell of the rest's mass; below it, reverse KLs would be infinite
 BLOCK_LOGITS = 2**24  # of the twin on a GPU: 64 MiB in fp32, and again as much for each step on them
+LEAST_REST = 2.0**-24  # what fp32 log-probabilities tell of the rest's mass; below it, reverse KLs would be infinite
 
 
 @dataclass(frozen=True)
@@ -284,14 +284,14 @@ def sparse_rows(
     logits: Tensor, bias: Tensor | None, targets: SparseTargets, out: Tensor, grad: Tensor | None, o: SparseOptions
 ) -> None:
     """Fill out (len(FIELDS), n), and grad (n, V) unless it is None. grad may be logits itself. Overwrite logits."""
-    if not use_triton(logits) or "adaptive_kl" in o.weights:
+    if not use_triton(logits):
         return _in_blocks(logits, bias, targets, out, grad, o)
     K, block = targets.ids.shape[1], min(BLOCK, triton.next_power_of_2(logits.shape[1]))
     launched = kept_launch(
         _sparse_kernel, (logits.shape[0],),
         logits.stride(0), logits.stride(0) if grad is None else grad.stride(0), out.stride(0), logits.shape[1], K,
         float(o.transform.scale), float(o.transform.softcap or 1.0), float(o.temperature), float(o.divergence_scale),
-        float(o.ce_weight), *(float(o.weights.get(kind, 0.0)) for kind in ROW_KINDS if kind != "adaptive_kl"),
+        float(o.ce_weight), *(float(o.weights.get(kind, 0.0)) for kind in ROW_KINDS),
         float(o.beta), float(o.alpha),
         HAS_BIAS=bias is not None, HAS_SOFTCAP=o.transform.softcap is not None, HAS_LABELS=targets.labels is not None,
         HAS_TOKEN_WEIGHT=targets.token_weight is not None, HAS_TOP_IDS=targets.top_ids is not None,

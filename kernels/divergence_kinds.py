@@ -2,15 +2,17 @@
 
 from collections.abc import Mapping
 
-KINDS = (
-    "forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "symmetric_kl", "tvd", "adaptive_kl",
-)  # fmt: skip
+KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "symmetric_kl", "tvd")
 ROW_KINDS = tuple(kind for kind in KINDS if kind != "symmetric_kl")  # what the row kernels know
+REMOVED = {"adaptive_kl": "use symmetric_kl, or forward_kl and reverse_kl with weights of your own"}
 
 
 def named(kind: str | Mapping[str, float]) -> dict[str, float]:
     """Return {kind: weight} as the caller named them. Raise ValueError for no kind, or an unknown one."""
     weights = {kind: 1.0} if isinstance(kind, str) else {name: float(weight) for name, weight in kind.items()}
+    for name in weights:
+        if name in REMOVED:
+            raise ValueError(f"{name} was removed: {REMOVED[name]}.")
     if not weights or set(weights) - set(KINDS):
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, or a mapping of these to weights; got {kind!r}.")
     return weights

@@ -12,9 +12,6 @@
                                                                            r = log q/m - alpha q/m
     symmetric_kl     (forward_kl + reverse_kl) / 2
     tvd              sum |p - q| / 2                                       d/ds = q (r - sum q r) / 2, r = sign(q - p)
-    adaptive_kl      (g_head forward_kl + g_tail reverse_kl) / (g_head + g_tail), whose weights have no gradient
-                     g_head: the sum of |p - q| over the head: the teacher's likeliest tokens with at most half of its
-                     mass, or the likeliest alone. g_tail: the sum over the rest. Without any gap both weights are 1/2.
     loss = sum over rows of [T^2 sum_k weight_k D_k + ce_weight CE] / num_items,   CE at T = 1
 
 A teacher_share a < 1 replaces the teacher's logits t everywhere by (1 - a) s + a t, where s gets no gradient.
@@ -24,16 +21,13 @@ Vocabulary  the first V = min(Vs, Vt, vocab_size) rows of each head. Rows beyond
           a token whose logits are -inf on both sides. If they are -inf on one side alone, and the other side gives the
           token more than 1e-10 of its mass, the KL from the other side is infinite.
 Method    as in linear_cross_entropy.py, with a second workspace for the teacher's logits: four products in total. The
-          row kernel makes one pass for all statistics, one more for all kinds but the KLs, a few more over the
-          teacher's logits for the head of adaptive_kl, and one that writes the student's gradient in place.
+          row kernel makes one pass for all statistics, one more for all kinds but the KLs, and one
+          that writes the student's gradient in place.
 Numerics  log-ratios come from differences that vanish where both logits agree: a student equal to its teacher gives
           exactly loss 0 and gradient 0. Softmax and sums in fp32. The gradient of tvd jumps where q and p cross: where
           they differ by less than their rounding errors its sign is random, as in plain torch.
-Head      tokens with the same logit are either all in the head of adaptive_kl or all out of it. The kernel bisects for
-          the head's lowest logit until no other value is left between the bounds, or these are 2^-24 of log V + 2 apart
-          (times T): closer values count as one. So 16-bit logits are told apart, except some within T / 512 of 0.
 Source    generalised JSD and its convention: Agarwal et al. 2023 (GKD), arXiv:2306.13649, as in TRL; skewed KLs: Ko et
-          al. 2024 (DistiLLM), arXiv:2402.03898; adaptive KL: Wu et al. 2024, arXiv:2404.02657; teacher_share: Shing et
+          al. 2024 (DistiLLM), arXiv:2402.03898; teacher_share: Shing et
           al. 2025 (TAID), arXiv:2501.16937; T^2: Hinton et al. 2015, arXiv:1503.02531; gradients in the forward as in
           linear_cross_entropy.py
 """

@@ -226,7 +226,7 @@ def linear_sparse_divergence(
         tail: "bucket" for the likeliest K, with the rest of the vocabulary as one more outcome; "none" for ids drawn
             from the teacher, with log_probs = log(count / draws). "none" is biased for the likeliest K.
         kind: one of KINDS, or several with weights, as for `linear_divergence`. With tail "none" the forward KL is the
-            only one that a sparse teacher determines. "adaptive_kl" takes a few passes in torch, on a GPU too.
+            only one that a sparse teacher determines.
         beta, alpha: of the JSD and of the skewed KLs, as for `linear_divergence`.
         labels: (N,) int64. Rows with ignore_index take no part in either loss. Without labels, every row does.
         ce_weight: weight of the cross-entropy against labels, at temperature 1.

@@ -17,7 +17,7 @@ from torch import nn
 
 from liger_trainer.kernels import _projections
 from liger_trainer.kernels._dropout import LEVELS, kept
-from liger_trainer.patching import lora as patch_lora
+from liger_trainer.patching.layers import lora as patch_lora
 from liger_trainer.patching.patcher import patch
 
 LORA_ONLY = {"rope": False, "rms_norm": False, "fused_linear_cross_entropy": False}

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from liger_trainer.cli import app as cli
 from liger_trainer.cli.convert import ForeignTool
 from liger_trainer.config.catalogue import built_in_configs
-from liger_trainer.config.convert import convert
+from liger_trainer.extras.convert import convert
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.config.yaml_reader import read_settings
 from liger_trainer.run import launch as launching
@@ -35,7 +35,7 @@ from liger_trainer.run import output_dir as saving
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import open_model
 from liger_trainer.teachers.row_keys import documents
-from liger_trainer.trainers.prepare_rows import prepare_rows
+from liger_trainer.trainers.row_preparation import prepare_rows
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -366,7 +366,7 @@ def table_of(tool: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("tool", ForeignTool)
 def test_a_file_of_another_tool_becomes_what_is_shown(tool):
     theirs, ours = ("".join(f"{line}\n" for line in column if line) for column in zip(*table_of(tool), strict=True))
-    table = importlib.import_module(f"liger_trainer.config.convert.{tool}").TOOL
+    table = importlib.import_module(f"liger_trainer.extras.convert.{tool}").TOOL
     assert convert(theirs, "theirs.yaml", table).settings == read_settings_of(ours)
 
 

@@ -380,9 +380,9 @@ def heads(dtype: torch.dtype) -> None:
     log_probs(bias=bias, softcap=5.0, mean_logits=True)
     divergence(kind="reverse_kl", labels=labels, ce_weight=0.5)
     divergence(kind="jsd", logits_dtype=torch.float32)
-    for kind in ("skew_kl", "skew_reverse_kl", "tvd", "adaptive_kl"):
+    for kind in ("skew_kl", "skew_reverse_kl", "tvd"):
         divergence(kind=kind)
-    divergence(kind={"tvd": 0.0, "adaptive_kl": 0.0, "reverse_kl": 1.0}, teacher_share=0.5)
+    divergence(kind={"tvd": 0.0, "reverse_kl": 1.0}, teacher_share=0.5)
     divergence(reduction="none", **recompute)
     mix = dict.fromkeys(KINDS, 0.3)
     every |= dict(kind=mix, teacher_share=0.5, labels=labels, ce_weight=0.5, teacher_softcap=3.0, teacher_bias=bias)
@@ -392,7 +392,7 @@ def heads(dtype: torch.dtype) -> None:
     sparse(bias=bias, labels=labels, ce_weight=0.5, **options)
     for kind in ("reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd"):
         sparse(kind=kind)
-    every_kind = {kind: 0.3 for kind in KINDS if kind != "adaptive_kl"}
+    every_kind = dict.fromkeys(KINDS, 0.3)
     sparse(kind=every_kind, bias=bias, labels=labels, ce_weight=0.5, top_ids=labels, **options)
     with torch.no_grad():
         linear_cross_entropy(hidden, weight, labels)
@@ -428,7 +428,7 @@ def shards(dtype: torch.dtype) -> None:
     out, bias, numbers = torch.zeros(len(FIELDS), N), torch.randn(V, dtype=dtype), torch.rand(N)
     mix = dict.fromkeys(ROW_KINDS, 0.3)
     every = DivergenceOptions(mix, 0.3, 0.2, 0.5, 0.5, 2.0, 0.1, 0.1, True, LogitTransform(1.5, 5.0))
-    for options in (DivergenceOptions({"forward_kl": 1.0}), DivergenceOptions({"adaptive_kl": 1.0}), every):
+    for options in (DivergenceOptions({"forward_kl": 1.0}), DivergenceOptions({"skew_kl": 1.0}), every):
         biases = (bias, bias) if options is every else (None, None)
         rows = RowInputs(student, teacher, *biases, labels, numbers if options is every else None)
         divergence_shard(rows, 32, 2 * V, out, student, options, OneRank())
