@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from ._autograd import stats_dtype
-from ._head import Adapters, linear_reference
-from ._labelled_rows import token_count
+from ._linear_head import Adapters, linear_reference, token_count
 from ._logits import LOWEST, LogitTransform, entropy_of, transform
 from .divergence_kinds import divergence_weights, named, parts
-from .kl_div import kl_values
 
 
 class LinearDivergence(NamedTuple):
@@ -39,6 +37,15 @@ class LinearDivergence(NamedTuple):
 def named_terms(kind: str | Mapping[str, float], beta: float, alpha: float, values: Mapping[str, Tensor]) -> dict:
     """Return `LinearDivergence.terms` from the values of the row kinds."""
     return {name: sum(share * values[part] for part, share in parts(name, beta, alpha).items()) for name in named(kind)}
+
+
+def kl_values(x: Tensor, target: Tensor, log_target: bool) -> Tensor:
+    """Return p (log p - x) of every entry, in plain torch, without NaN in value or gradient from 0 * inf."""
+    none = (target.exp() if log_target else target) == 0
+    x, target = x.masked_fill(none, 0.0), target.masked_fill(none, 1.0)
+    log_p = target if log_target else target.log()
+    p = log_p.exp() if log_target else target
+    return (p * (log_p - x)).masked_fill(none, 0.0)
 
 
 def divergence_of(kind: str, q: Tensor, p: Tensor, beta: float, alpha: float) -> Tensor:

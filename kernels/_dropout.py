@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ._triton import Launch, remembered, tl, triton
+from ._tuning import SHAPES
 
 LEVELS = 1 << 16
 WORD = 0xFFFFFFFF
@@ -27,7 +28,7 @@ MULTIPLIERS, STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)  # Philo
 ROUNDS = tl.constexpr(7)
 
 WIDEST = 128  # numbers of a row of values that a program computes
-FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_TILE, FORWARD_WARPS = 32, 128, 4096, 4  # tile: numbers of A, at most
+FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_TILE, FORWARD_WARPS = SHAPES.DROPOUT_FORWARD
 
 
 class Tiling(NamedTuple):
@@ -39,7 +40,7 @@ class Tiling(NamedTuple):
     programs: int
 
 
-NARROW, MIDDLE, WIDE = Tiling(16, 128, 4, 528), Tiling(32, 128, 4, 264), Tiling(32, 64, 8, 264)
+NARROW, MIDDLE, WIDE = (Tiling(*shape) for shape in SHAPES.DROPOUT_BACKWARD)
 
 
 class Run(NamedTuple):

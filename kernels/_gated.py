@@ -23,9 +23,10 @@ from torch import Tensor
 
 from ._autograd import check_dtypes, empty, first_order
 from ._triton import Launch, remembered, tl, triton, use_triton
+from ._tuning import SHAPES
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
-FORWARD = BACKWARD = (512, 4)  # elements a program, warps
+FORWARD = BACKWARD = SHAPES.GATED
 
 
 def activation_reference(x: Tensor, activation: str) -> Tensor:

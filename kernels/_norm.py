@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ._autograd import check_dtypes, vector
 from ._triton import Launch, remembered, tl, triton
+from ._tuning import SHAPES
 
-SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 128, 32, 8  # the tile of the kernel that adds the programs' shares
+SUM_ROWS, SUM_COLUMNS, SUM_WARPS = SHAPES.NORM_SUM  # the tile of the kernel that adds the programs' shares
 MOST_COLUMNS = 2**20  # numbers in a block of Triton's, which holds a whole row
 CPU_MULTIPROCESSORS = 4  # as many as the interpreter pretends to have
 
@@ -57,15 +58,16 @@ def check_columns(x: Tensor, weight: Tensor | None, name: str = "weight") -> Non
 def forward_config(H: int) -> tuple[int, int, int]:
     """Return (BLOCK_H, ROWS, warps) of a forward's tile."""
     block = triton.next_power_of_2(H)
-    return block, max(1, 4096 // block), min(32, max(8, block // 512))
+    return block, max(1, SHAPES.NORM_FORWARD // block), min(32, max(8, block // SHAPES.NORM_COLUMNS_A_WARP))
 
 
 @functools.cache
 def backward_config(H: int, itemsize: int) -> tuple[int, int, int, int, int]:
     """Return (BLOCK_H, ROWS, warps, programs per multiprocessor, stages of prefetch) of a backward."""
     block = triton.next_power_of_2(H)
-    if block <= 8192:
-        return block, 8192 // block, 8, 1, 3 if itemsize == 2 else 2  # prefetched tiles take shared memory
+    if block <= SHAPES.NORM_BACKWARD:
+        rows = SHAPES.NORM_BACKWARD // block
+        return block, rows, SHAPES.NORM_BACKWARD_WARPS, 1, 3 if itemsize == 2 else 2  # tiles take shared memory
     return block, 1, 32, 1, 1
 
 

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from ._gated import _activate, activation_reference
 from ._triton import Launch, remembered, tl, triton
+from ._tuning import SHAPES
 
 LAYOUTS = ("gate first", "up first", "interleaved")  # of a packed tensor; interleaved: gate in the even columns
-BLOCK = 1024  # columns at a time
+BLOCK = SHAPES.PACKED_GATE
 
 
 class Gate(NamedTuple):

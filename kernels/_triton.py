@@ -86,11 +86,11 @@ def works_on(device: torch.device) -> bool:
         raise
     except Exception as error:  # of many kinds: a missing compiler, a driver that cannot load the kernel, ...
         reason = _in_short(error)
-    _use_torch(f"Triton does not work on {_name_of(device)} ({reason}). Every op runs in plain torch there")
+    fall_back_to_torch(f"Triton does not work on {_name_of(device)} ({reason}). Every op runs in plain torch there")
     return False
 
 
-def _use_torch(what: str, cause: Exception | None = None) -> None:
+def fall_back_to_torch(what: str, cause: Exception | None = None) -> None:
     """Warn that torch computes instead, or raise under STRICT."""
     if STRICT:
         raise LaunchError(f"{what}, but LIGER_TRAINER_STRICT is 1.") from cause
@@ -167,7 +167,7 @@ class Launch:
             what = f"Triton cannot compile {self.kernel.__name__} for {_name_of(first.device)} ({_in_short(error)})"
             if not has_twin:
                 raise LaunchError(f"{what}. LIGER_TRAINER_TRITON=0 runs every op in plain torch.") from error
-            _use_torch(f"{what}. Plain torch takes its place", error)
+            fall_back_to_torch(f"{what}. Plain torch takes its place", error)
             _not_compiled.add(variant)
             return False
         stream_of = _stream_of()

@@ -14,17 +14,19 @@ Traffic   forward (2 Hq + 2 Hk) D elements a token, backward twice that; q, k, v
 Source    FlashAttention-2 (Dao 2023, arXiv:2307.08691), whose variable-length form counts documents in its grid
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._autograd import check_dtypes, first_order, stats_dtype
+from ._logits import LOG2E
 from ._triton import Launch, remembered, tl, triton, use_triton
+from ._tuning import SHAPES
 
-LOG2E = 1.4426950408889634
 WIDEST = 256  # D
-BOUNDS_BLOCK = 256
+BOUNDS_BLOCK = SHAPES.ATTENTION_BOUNDS
 
 
 class Tiles(NamedTuple):
@@ -230,7 +232,7 @@ def _dq_kernel(
         dq, q, do, lse, delta, k_base, v_base, k_row, v_row, past, end, rows, first, scale, T,
         D, BLOCK_D, BLOCK_N, True, EXACT,
     )  # fmt: skip
-    _store_rows(dq_ptr + head * dq_head, dq * (scale / 1.4426950408889634), rows, dq_row, T, D, BLOCK_D)
+    _store_rows(dq_ptr + head * dq_head, dq * (scale / LOG2E), rows, dq_row, T, D, BLOCK_D)
 
 
 @triton.jit
@@ -298,23 +300,16 @@ def _dkdv_kernel(
             dk, dv, k, v, q_base, do_base, lse_base, delta_base, bounds_ptr, q_row, do_row, past, end, keys, scale,
             window, T, D, BLOCK_D, BLOCK_M, WINDOW, True, EXACT,
         )  # fmt: skip
-    _store_rows(dk_ptr + group * dk_head, dk * (scale / 1.4426950408889634), keys, dk_row, T, D, BLOCK_D)
+    _store_rows(dk_ptr + group * dk_head, dk * (scale / LOG2E), keys, dk_row, T, D, BLOCK_D)
     _store_rows(dv_ptr + group * dv_head, dv, keys, dv_row, T, D, BLOCK_D)
-
-
-# By kernel, and the columns of a head that they go up to. Those up to 128 were swept on an H100.
-_TILES = {
-    "forward": {128: Tiles(64, 32, 4, 3), 256: Tiles(64, 32, 4, 2)},
-    "dq": {64: Tiles(64, 32, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
-    "dkdv": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
-}
-# In fp32: products without tensor cores, which take long to compile if they are large.
-EXACT_TILES = Tiles(32, 32, 4, 1)
 
 
 def tiles_of(kind: str, D: int, exact: bool) -> Tiles:
     """Return the tiles of a kernel: "forward", "dq" or "dkdv"."""
-    return EXACT_TILES if exact else _TILES[kind][next(width for width in _TILES[kind] if D <= width)]
+    if exact:
+        return Tiles(*SHAPES.ATTENTION_EXACT)
+    of_width = SHAPES.ATTENTION[kind]
+    return Tiles(*of_width[next(width for width in of_width if D <= width)])
 
 
 class _Call(NamedTuple):
@@ -332,7 +327,7 @@ def _launch(kind: str, heads: int, call: _Call, strides: tuple[int, ...]) -> Lau
     tiles = tiles_of(kind, call.D, call.exact)
     programs = -(-call.T // (tiles.n if kind == "dkdv" else tiles.m))
     return Launch(
-        kernel, (programs, heads), call.T, *strides, call.scale * LOG2E, call.window or 0,
+        kernel, (programs, heads), call.T, *strides, call.scale * math.log2(math.e), call.window or 0,
         GROUP=call.group, D=call.D, BLOCK_D=max(16, triton.next_power_of_2(call.D)), BLOCK_M=tiles.m, BLOCK_N=tiles.n,
         WINDOW=call.window is not None, EXACT=call.exact, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

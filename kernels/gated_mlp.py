@@ -2,7 +2,7 @@
 
 Shapes    x: (..., K)  gate, up: (I, K), or packed [gate | up] (2I, K)  down: (H, I)  biases: one per row  y: (..., H)
 Method    The products of linears.py, then gated_linear.py. The forward saves the weights, the biases and x, or what a
-          norm makes x of (_made_again.py). The backward computes gate(x) and up(x) again, then what those two ops
+          norm makes x of (_autograd.py). The backward computes gate(x) and up(x) again, then what those two ops
           compute: h is written over dh; the gradients of gate(x) and up(x) overwrite these, which nobody else sees.
 Numerics  as linears and gated_linear, bit for bit
 Traffic   as these two, and two products more in the backward, for 2 N I elements less between the passes
@@ -14,9 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._autograd import check_dtypes, first_order
+from ._autograd import check_dtypes, first_order, saved_or_recomputed
 from ._gated import ACTIVATIONS, forward, gated_reference, halves, runs_plain
-from ._made_again import source_of
 from .gated_linear import gated_linear_gradients
 from .linears import as_computed, bias_gradients, input_gradient, linears_reference, products, weight_gradients
 
@@ -37,7 +36,7 @@ class GatedMLPFunction(torch.autograd.Function):
         weights, biases = tensors[:count], tensors[count:]
         ctx.shape, ctx.activation = x.shape, activation
         uncast, x = x, as_computed(x)
-        source = source_of(uncast, x)
+        source = saved_or_recomputed(uncast, x)
         ctx.make, ctx.count = source.make, count
         ctx.save_for_backward(*weights, *biases, *source.tensors)
         h = forward(*halves(*_gate_and_up(x, weights, biases)), activation, x.dtype)

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._tensor_lists import are_aligned, chunks_of, in_one_order, table_of
 from ._triton import Launch, tl, triton, use_triton
+from ._tuning import SHAPES
+from .adamw import are_aligned, chunks_of, in_one_order, table_of
 
-CHUNK, BLOCK, WARPS = 16384, 4096, 8
+CHUNK, BLOCK, WARPS = SHAPES.GRADIENT_NORM
 
 
 def gradient_norm_reference(grads: Sequence[Tensor]) -> Tensor:

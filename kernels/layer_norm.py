@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import empty, first_order, vector
-from ._made_again import can_be_made
+from ._autograd import empty, first_order, note_recomputable, vector
 from ._norm import (
     backward_config,
     check_columns,
@@ -30,8 +29,9 @@ from ._norm import (
     tile_mask,
 )
 from ._triton import Launch, remembered, tl, triton, use_triton
+from ._tuning import SHAPES
 
-TORCH_NUMBERS = 2**22  # of x, up to which torch is called: on an H100 a few us more on the device, 50 less on the host
+TORCH_NUMBERS = SHAPES.LAYER_NORM_BY_TORCH  # of x, up to which torch is called
 
 
 def layer_norm_reference(
@@ -172,7 +172,7 @@ def _suits_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     return x.is_contiguous() and not torch.is_autocast_enabled(x.device.type)
 
 
-def _again(eps: float, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _recompute(eps: float, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return _forward(x, weight, bias, eps)[0]
 
 
@@ -214,4 +214,4 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     if torch.compiler.is_compiling() or not use_triton(x):
         return layer_norm_reference(x, weight, bias, eps)
     y = LayerNormFunction.apply(x, weight, bias, eps)
-    return can_be_made(y, functools.partial(_again, eps), x, weight, bias)
+    return note_recomputable(y, functools.partial(_recompute, eps), x, weight, bias)

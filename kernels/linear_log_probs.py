@@ -24,19 +24,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import Needs, first_order, graph_is_kept, stats_dtype
-from ._chunking import Execution
-from ._compile import TAGS, check_traceable
+from ._autograd import NeededGradients, first_order, graph_is_kept, stats_dtype
 from ._cross_entropy_rows import FIELDS, CrossEntropyOptions, Targets, Tile, tile_gradient, whole_rows
-from ._fused_linear import LinearLoss, LogitChunk, check_labels, upstream_rows
-from ._head import Adapters, LinearHead, check_head, linear_reference, vocabulary
-from ._labelled_rows import RowSelection, all_rows, put, selected_rows, take
+from ._linear_head import (
+    Adapters,
+    LinearHead,
+    RowSelection,
+    all_rows,
+    check_head,
+    gather_rows,
+    linear_reference,
+    scatter_rows,
+    selected_rows,
+    vocabulary,
+)
+from ._linear_loss import TAGS, Execution, LinearLoss, LogitChunk, check_labels, check_traceable, upstream_rows
 from ._logits import LogitTransform, entropy_of, transform
 
 __all__ = ["LogProbs", "linear_log_probs", "linear_log_probs_reference", "stored_log_probs"]
 
 SMOOTHED = 0.5  # smoothing that makes the row kernel's loss hold the mean logit; a half costs no digit
-HIDDEN_ALONE = Needs(True, False, False)
+HIDDEN_ALONE = NeededGradients(True, False, False)
 
 
 class LogProbs(NamedTuple):
@@ -106,16 +114,21 @@ class LinearLogProbs(LinearLoss):
         for chunk in self.chunks(head, values, gradients):
             self.write_rows(chunk)
         chunk = None  # free the workspace before `finish` allocates
-        per_token = put(values.t(), self.rows, head.hidden.shape[0]).t()
+        per_token = scatter_rows(values.t(), self.rows, head.hidden.shape[0]).t()
         return per_token, None if gradients is None else gradients.finish()[0]
 
     def head_gradients(
-        self, head: LinearHead, needs: Needs, per_token: Tensor, log_prob: Tensor | None, entropy: Tensor | None
+        self,
+        head: LinearHead,
+        needs: NeededGradients,
+        per_token: Tensor,
+        log_prob: Tensor | None,
+        entropy: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the head's tensors. per_token: what `values` returned; others: (N,) upstream."""
-        values, count = take(per_token.t(), self.rows).t().contiguous(), self.rows.count
+        values, count = gather_rows(per_token.t(), self.rows).t().contiguous(), self.rows.count
         like = values.new_zeros(per_token.shape[1])
-        upstream = torch.cat([take(like if x is None else x, self.rows) for x in (log_prob, entropy)])
+        upstream = torch.cat([gather_rows(like if x is None else x, self.rows) for x in (log_prob, entropy)])
         upstream, largest = upstream_rows(upstream, 2 * count, head.dtype)
         factor, entropy_factor = upstream[:count].neg(), upstream[count:]
         gradients = self.gradients(head, needs, self.plan(head.dtype), 1.0, largest)
@@ -147,7 +160,7 @@ class TokenLogProbs(torch.autograd.Function):
     """(log_prob, entropy, is_top1, mean_logit) of `LinearLogProbs`; see the top of this file."""
 
     @staticmethod
-    def forward(ctx, values: LinearLogProbs, needs: Needs, dtype: torch.dtype, *tensors):
+    def forward(ctx, values: LinearLogProbs, needs: NeededGradients, dtype: torch.dtype, *tensors):
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing in the backward
         with torch.autocast(tensors[0].device.type, enabled=False):
             per_token, direction = values.values(LinearHead(*tensors, dtype=dtype), needs == HIDDEN_ALONE)
@@ -222,7 +235,7 @@ def linear_log_probs(
         per_token = _opaque(*head.tensors, head.dtype, labels, ignore_index, *arguments)
         return _outputs(per_token, mean_logits)
     values = _values(head, labels, rows, ignore_index, *arguments)
-    return LogProbs(*TokenLogProbs.apply(values, Needs.of(*head.tensors), head.dtype, *head.tensors))
+    return LogProbs(*TokenLogProbs.apply(values, NeededGradients.of(*head.tensors), head.dtype, *head.tensors))
 
 
 def _values(
@@ -235,7 +248,7 @@ def _values(
     else:
         selected = selected_rows(head.hidden, labels, rows, None, ignore_index)
     options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, SMOOTHED if mean_logits else 0.0)
-    targets = Targets(take(labels, selected).contiguous())
+    targets = Targets(gather_rows(labels, selected).contiguous())
     return LinearLogProbs(selected, vocab, Execution(workspace_mb, accumulate_dtype), targets, options)
 
 
@@ -271,7 +284,7 @@ def _opaque_backward(
     head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
     arguments = scale, softcap, temperature, mean_logits, vocab, workspace_mb, accumulate_dtype
     values = _values(head, labels, None, ignore_index, *arguments)
-    gradients = values.head_gradients(head, Needs(*needs), per_token, upstream[1], upstream[2])
+    gradients = values.head_gradients(head, NeededGradients(*needs), per_token, upstream[1], upstream[2])
     return tuple(hidden.new_empty(0) if x is None else x.contiguous() for x in gradients)  # pyright: ignore[reportReturnType]
 
 

@@ -3,7 +3,7 @@
 Shapes    x: (..., K)  weight: (O_i, K)  bias: (O_i,)  y_i: (..., O_i)
 Method    dx = sum_i dy_i W_i is one tensor, to which each product adds its part (addmm_): autograd would make one for
           each layer, and add them afterwards. W_i is saved as it is; under autocast it is cast again in the backward.
-          An x that a norm has made is made again there (_made_again.py).
+          An x that a norm has made is made again there (_autograd.py).
 Numerics  a product adds to dx in fp32, so each part but the first is rounded once, where autograd rounds it twice
 Traffic   beside the products: one read of dx for each layer but the first, where autograd's sum takes 3 reads and
           2 writes
@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import check_dtypes, first_order
-from ._made_again import source_of
+from ._autograd import check_dtypes, first_order, saved_or_recomputed
 
 
 def linears_reference(
@@ -34,7 +33,7 @@ class LinearsFunction(torch.autograd.Function):
         weights, biases = tensors[:count], tensors[count:]
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         uncast, x = x, as_computed(x)
-        source = source_of(uncast, x)
+        source = saved_or_recomputed(uncast, x)
         ctx.make = source.make
         ctx.save_for_backward(*weights, *source.tensors)
         ctx.set_materialize_grads(False)

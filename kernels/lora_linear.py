@@ -16,13 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import check_dtypes, first_order
-from ._low_rank import Adapter, Numerics, Projection, as_matrix, check_projection
-from ._made_again import source_of
-from ._projections import (
+from ._autograd import check_dtypes, first_order, saved_or_recomputed
+from ._low_rank import (
+    Adapter,
     Masks,
+    Numerics,
+    Projection,
     a_gradients,
     adapters_of,
+    as_matrix,
+    check_projection,
     input_gradient,
     layout_of,
     project,
@@ -67,7 +70,7 @@ class LoraLinearFunction(torch.autograd.Function):
         (stack,) = stacked([projections], numerics)
         outputs, values = project(as_matrix(x, numerics.compute), stack, masks, numerics)
         ctx.layout, ctx.numerics, ctx.shape = layout_of(stack), numerics, x.shape
-        source = source_of(x, x)  # not a copy in another dtype: other layers save the same one
+        source = saved_or_recomputed(x, x)  # not a copy in another dtype: other layers save the same one
         ctx.make, ctx.sources = source.make, len(source.tensors)
         ctx.save_for_backward(*source.tensors, values, masks.seed, *stack.tensors)
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)

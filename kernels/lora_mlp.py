@@ -17,15 +17,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._autograd import check_dtypes, first_order, graph_is_kept
+from ._autograd import check_dtypes, first_order, graph_is_kept, saved_or_recomputed
 from ._gated import ACTIVATIONS, backward, forward, gated_reference, halves, runs_plain
-from ._low_rank import Numerics, Projection, as_matrix, check_projection
-from ._made_again import source_of
-from ._projections import (
+from ._low_rank import (
     Masks,
+    Numerics,
+    Projection,
     Stack,
     a_gradients,
     adapters_of,
+    as_matrix,
+    check_projection,
     input_gradient,
     layout_of,
     project,
@@ -61,7 +63,7 @@ class LoraMLPFunction(torch.autograd.Function):
         h = forward(*_halves(hidden), activation, numerics.compute)
         (y,), h_values = project(h, down, masks.after(first), numerics)
         ctx.layouts, ctx.numerics, ctx.activation = (layout_of(first), layout_of(down)), numerics, activation
-        source, ctx.remake = source_of(x, flat), remake
+        source, ctx.remake = saved_or_recomputed(x, flat), remake
         kept = [p.bias for p in first.projections] if remake else [*hidden, values]
         ctx.make, ctx.sources, ctx.kept = source.make, len(source.tensors), len(kept)
         ctx.save_for_backward(*source.tensors, *kept, h_values, masks.seed, *first.tensors, *down.tensors)

@@ -23,6 +23,7 @@ from torch import Tensor
 from ._autograd import check_dtypes, first_order, stats_dtype, vector
 from ._norm import multiprocessors, programs_for, sum_programs
 from ._triton import Launch, remembered, tl, triton, use_triton
+from ._tuning import SHAPES
 from .rope import (
     Angles,
     angle_strides,
@@ -39,10 +40,10 @@ from .rope import (
     take_angles,
 )
 
-FORWARD_TILE, FORWARD_PER_WARP = 1024, 512  # elements of a program's tile, and of a warp's part
-BACKWARD_TILE, BACKWARD_PER_WARP = 2048, 512
-PROGRAMS = 4  # per multiprocessor, in the backward of trainable weights
-STAGES = 1  # prefetch stages of that backward's loop
+FORWARD_TILE, FORWARD_PER_WARP = SHAPES.QK_NORM_FORWARD  # elements of a program's tile, and of a warp's part
+BACKWARD_TILE, BACKWARD_PER_WARP = SHAPES.QK_NORM_BACKWARD
+PROGRAMS = SHAPES.QK_NORM_PROGRAMS  # per multiprocessor, in the backward of trainable weights
+STAGES = SHAPES.QK_NORM_STAGES  # prefetch stages of that backward's loop
 
 
 class Norm(NamedTuple):

@@ -16,8 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ._autograd import empty, first_order, vector
-from ._made_again import can_be_made
+from ._autograd import empty, first_order, note_recomputable, vector
 from ._norm import (
     backward_config,
     check_columns,
@@ -163,8 +162,8 @@ def rms_norm_backward(
     return dx, None if shares is None or weight is None else sum_programs(shares, H, weight.dtype)[0]
 
 
-def again(eps: float, offset: float, cast_before_weight: bool, x: Tensor, weight: Tensor | None) -> Tensor:
-    """Compute the norm once more, in a backward: what `can_be_made` keeps instead of it."""
+def recompute(eps: float, offset: float, cast_before_weight: bool, x: Tensor, weight: Tensor | None) -> Tensor:
+    """Compute the norm once more, in a backward: what `note_recomputable` keeps instead of it."""
     return norm_forward(x, weight, eps, offset, cast_before_weight)[0]
 
 
@@ -206,4 +205,4 @@ def rms_norm(
     if torch.compiler.is_compiling() or not use_triton(x):
         return rms_norm_reference(x, weight, eps, offset=offset, cast_before_weight=cast_before_weight)
     y = RMSNormFunction.apply(x, weight, eps, offset, cast_before_weight)
-    return can_be_made(y, functools.partial(again, eps, offset, cast_before_weight), x, weight)
+    return note_recomputable(y, functools.partial(recompute, eps, offset, cast_before_weight), x, weight)

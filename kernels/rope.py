@@ -23,8 +23,9 @@ from torch import Tensor
 
 from ._autograd import check_dtypes, first_order, stats_dtype
 from ._triton import Launch, remembered, tl, triton, use_triton
+from ._tuning import SHAPES
 
-TILE, WARPS = 4096, 4  # elements of q or k per program
+TILE, WARPS = SHAPES.ROPE  # elements of q or k per program
 
 
 class Angles(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..common.options import check_values, option
 from ..common.value_rules import ABOVE_ZERO, BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
-from ..kernels.divergence_kinds import KINDS, REMOVED
+from ..kernels.divergence_kinds import REMOVED, TABLE
 from .schedules import Schedule, Taid, schedules_of, taid_of
 
 # The fields of LigerDistillConfig about the loss. Imports no torch.
@@ -80,13 +80,18 @@ class LossType:
     scalars: tuple[str, ...] = ()
 
 
-_SKEWED = LossType("divergence", {"alpha": BELOW_ONE}, {"alpha": "skew_alpha"}, ("temperature", "skew_alpha"))
+# What the divergences' options are: their rule in an entry, and the scalar of the whole configuration that they set.
+_OPTIONS = {"beta": (SHARE, "beta"), "alpha": (BELOW_ONE, "skew_alpha")}
+
+
+def _divergence(options: tuple[str, ...]) -> LossType:
+    rules, scalars = ({name: _OPTIONS[name][i] for name in options} for i in range(2))
+    return LossType("divergence", rules, scalars, ("temperature", *scalars.values()))
+
+
 _HIDDEN = LossType("hidden", {"layers": LAYERS, "projector": {"type": "boolean"}})
 LOSS_TYPES: dict[str, LossType] = {
-    **{kind: LossType("divergence", scalars=("temperature",)) for kind in KINDS},
-    "jsd": LossType("divergence", {"beta": SHARE}, {"beta": "beta"}, ("temperature", "beta")),
-    "skew_kl": _SKEWED,
-    "skew_reverse_kl": _SKEWED,
+    **{kind.name: _divergence(kind.options) for kind in TABLE},
     "uld": LossType("uld", scalars=("temperature",)),
     "alm": LossType("alm", {"tau": ABOVE_ZERO}, {"tau": "alm_tau"}, ("alm_tau",)),
     "ce": LossType("ce"),

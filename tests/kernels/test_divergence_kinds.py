@@ -9,8 +9,8 @@ import pytest
 import torch
 from kernel_checks import LEAVES, check_divergence, evaluate, random_pair, set_path
 
-from liger_trainer.kernels import _divergence_rows
-from liger_trainer.kernels._divergence_options import BITS, DivergenceOptions
+from liger_trainer.kernels import _divergence_kernels
+from liger_trainer.kernels._divergence_torch import BITS, DivergenceOptions
 from liger_trainer.kernels.linear_divergence import (
     KINDS,
     distillation_reference,
@@ -27,13 +27,13 @@ CAPS = {"softcap": 7.0, "teacher_softcap": 9.0, "scale": 0.8, "teacher_scale": 1
 @pytest.fixture
 def place(place, monkeypatch):
     """Blocks of which a row here takes two or three: the interpreter's time goes by their number."""
-    monkeypatch.setattr(_divergence_rows, "LANES", 16)
+    monkeypatch.setattr(_divergence_kernels, "LANES", 16)
     return place
 
 
 @pytest.fixture
 def fp32(fp32, monkeypatch):
-    monkeypatch.setattr(_divergence_rows, "LANES", 16)
+    monkeypatch.setattr(_divergence_kernels, "LANES", 16)
     return fp32
 
 

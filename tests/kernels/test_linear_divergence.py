@@ -13,9 +13,9 @@ from kernel_checks import (
     set_path,
 )
 
-from liger_trainer.kernels import _cross_entropy_rows, _divergence_rows, _head
+from liger_trainer.kernels import _cross_entropy_rows, _divergence_kernels, _linear_head
 from liger_trainer.kernels import linear_divergence as module
-from liger_trainer.kernels._labelled_rows import RowSelection
+from liger_trainer.kernels._linear_head import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import (
     divergence_reference,
@@ -248,7 +248,7 @@ def test_ties(fp32):
         ([0, 0, 1, 0], [1, 1, 0, 1], False),
     ]
     for vector_bytes, (student, teacher, agree) in itertools.product((4, 16), cases):
-        _divergence_rows.VECTOR_BYTES = vector_bytes  # ties across lanes and within one; the fixture restores it
+        _divergence_kernels.VECTOR_BYTES = vector_bytes  # ties across lanes and within one; the fixture restores it
         s, t = (torch.tensor(x, dtype=torch.float32, device=fp32.device)[:, None] for x in (student, teacher))
         for label in range(4):
             got = linear_divergence(one, s, one, t, labels=torch.tensor([label], device=fp32.device))
@@ -280,13 +280,13 @@ def test_a_head_of_both_sides_whose_products_differ_in_dtype(fp32):
 
 @pytest.mark.parametrize("frozen, casts", [(True, 1), (False, 2)])
 def test_a_frozen_head_that_is_its_own_teacher_is_cast_once(fp32, monkeypatch, frozen, casts):
-    seen, project = [], _head.project
+    seen, project = [], _linear_head.project
 
     def spy(x, w, out):
         seen.append(w)  # kept, so that no other takes its place
         return project(x, w, out)
 
-    monkeypatch.setattr(_head, "project", spy)
+    monkeypatch.setattr(_linear_head, "project", spy)
     x, y, weight = (torch.randn(*shape, device=fp32.device) for shape in ((33, 16), (33, 16), (50, 16)))
     x.requires_grad_(), weight.requires_grad_(not frozen)
     with torch.autocast(fp32.device, torch.bfloat16):
@@ -532,4 +532,4 @@ def test_divergence_offsets_beyond_32_bits_on_gpu():
 @pytest.mark.gpu
 def test_gpu_runs_triton_on_gpu():
     x = torch.zeros(1, device="cuda")
-    assert _cross_entropy_rows.use_triton(x) and _divergence_rows.use_triton(x)
+    assert _cross_entropy_rows.use_triton(x) and _divergence_kernels.use_triton(x)

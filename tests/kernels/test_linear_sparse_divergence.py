@@ -6,7 +6,7 @@ from kernel_checks import LEAVES, check, evaluate, random_inputs, set_path
 from quick_cases import slow_but
 
 from liger_trainer.kernels import _sparse_rows
-from liger_trainer.kernels._labelled_rows import RowSelection
+from liger_trainer.kernels._linear_head import RowSelection
 from liger_trainer.kernels.divergence_kinds import KINDS
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import linear_divergence

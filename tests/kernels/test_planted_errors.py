@@ -22,7 +22,7 @@ import torch
 from kernel_checks import LEAVES, PATHS, evaluate, random_inputs, random_pair
 
 from liger_trainer.kernels import divergence_kinds
-from liger_trainer.kernels._head import Lora
+from liger_trainer.kernels._linear_head import Lora
 from liger_trainer.kernels._triton import INTERPRETED
 from liger_trainer.kernels.cross_entropy import cross_entropy_reference
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy_reference
@@ -39,47 +39,44 @@ REFERENCES = {
 FUNCTIONS = {
     "triton": {
         "_autograd": ["_rescale_kernel"],
-        "_logits": ["load_logits", "load_label_logit"],
+        "_logits": ["transformed", "load_logits", "load_label_logit"],
         "_cross_entropy_rows": [
             "_rounded", "_statistics", "_write_gradient", "_label_weights", "_whole_rows_kernel", "_write_zeros",
             "_tile_statistics_kernel", "_tile_gradient_kernel", "_scalars", "whole_rows", "tile_statistics",
             "tile_gradient",
         ],
-        "_divergence_pieces": [
-            "_base_two", "load", "load_label", "load_labels", "load_sides", "load_both", "lanes_of",
-            "fold", "entropy", "probabilities", "log_ratios",
-            "_mixture", "skew", "skew_reverse", "sign",
-        ],
         "_divergence_kernels": [
-            "divergence_kernel", "first_pass", "write_metrics", "at_temperature", "second_pass", "write_gradient",
+            "load", "load_labels", "load_sides", "load_compared", "lanes_of", "fold", "entropy", "probabilities",
+            "log_ratios", "_mixture", "skew", "skew_reverse", "sign", "sums_of", "value_of", "gradient_of",
+            "gradient_weight", "gradient_weights", "divergence_kernel", "first_pass", "write_metrics",
+            "at_temperature", "second_pass", "write_gradient", "divergence_rows",
         ],
-        "_divergence_rows": ["divergence_rows"],
-        "_divergence_options": ["DivergenceOptions"],
+        "_divergence_torch": ["DivergenceOptions", "form_of"],
     },
     "torch": {
-        "_labelled_rows": ["Rows", "token_count", "put", "take", "labelled_weight"],
         "_autograd": ["rescale", "multiply_"],
-        "_head": [
-            "low_rank", "_low", "LinearHead", "Operands", "TermGradients", "HeadGradients", "addmm_into", "project",
+        "_linear_head": [
+            "Rows", "token_count", "scatter_rows", "gather_rows", "labelled_weight", "low_rank", "_low", "LinearHead",
+            "Operands", "TermGradients", "HeadGradients", "addmm_into", "project",
         ],
-        "_fused_linear": ["LinearLoss", "GradientsInForward", "Recomputed", "upstream_rows"],
+        "_linear_loss": ["LinearLoss", "GradientsInForward", "Recomputed", "upstream_rows"],
         "_logits": ["transform"],
         "_cross_entropy_rows": [
-            "new_carry", "finish", "_weighted", "_of_label", "_gatherable", "_whole_rows_torch",
+            "weight_of_labels", "new_carry", "finish", "_weighted", "_of_label", "_gatherable", "_whole_rows_torch",
             "_tile_statistics_torch",
             "_tile_gradient_torch", "gradient_factor",
         ],
         "_divergence_torch": [
-            "_forward_kl", "_reverse_kl", "log_ratios", "_jsd", "_skew_kl", "_skew_reverse_kl", "_tvd",
-            "divergence_rows_torch", "write_metrics", "at_temperature", "_divergences", "_cross_entropy",
+            "DivergenceOptions", "kl", "log_ratios", "pieces_of", "sums_of", "value_of", "gradient_of",
+            "divergence_rows_torch", "write_metrics", "at_temperature", "_divergences", "add_gradient",
+            "_cross_entropy",
         ],
-        "_divergence_options": ["DivergenceOptions"],
         "_divergence_reference": ["named_terms"],
         "divergence_kinds": ["parts", "divergence_weights"],
         "linear_cross_entropy": ["LinearCrossEntropy"],
         "linear_divergence": ["LinearPair", "_loss"],
         "linear_sparse_divergence": ["LinearSparse", "_loss"],
-        "cross_entropy": ["_weight_of_labels", "CrossEntropyFunction"],
+        "cross_entropy": ["CrossEntropyFunction"],
     },
 }  # fmt: skip
 ADAPTERS, TEACHER_ADAPTER = ("a0", "b0", "a1", "b1"), ("teacher_a", "teacher_b")
@@ -96,8 +93,8 @@ NO_VALUE = {
     "grad_ws", "out", "into", "student", "teacher", "logits", "given", "weights", "bias", "hidden", "gradients",
     "result", "self", "self.x", "self.w", "self._x_sum", "self._bias", "self._terms", "self._factor", "self._overwrite",
     "ctx", "ctx.targets", "ctx.options", "ctx.dtype", "ctx.per_token_loss", "ctx.reduction", "ctx.inplace", "ctx.ready",
-    "sides", "of_logits", "ends", "values", "wanted", "other_side", "chunk", "weight", "ctx.needs", "label_logits",
-    "(ws, other_side)", "flags", "graded", "kinds", "measured", "written",
+    "sides", "of_logits", "ends", "values", "wanted", "chunk_state", "chunk", "weight", "ctx.needs", "label_logits",
+    "(ws, chunk_state)", "flags", "graded", "kinds", "measured", "written",
 }  # fmt: skip
 SIZING = (
     "__post_init__",
@@ -107,11 +104,11 @@ SIZING = (
     "plan",
     "memory",
     "new_values",
-    "other_side",
+    "chunk_state",
     "_tiles",
 )
 # of DivergenceOptions, for kernels alone: torch reads the options themselves
-FOR_KERNELS = ("measured", "graded", "form", "numbers", "flags")
+FOR_KERNELS = ("measured", "graded", "numbers", "of_logits", "of_kinds", "flags")
 TOP = "where maxima start: any number below the logits does"
 BEFORE = "what a lane holds before its first logit is multiplied by exp(-1e30)"
 BEYOND = "columns beyond the vocabulary are read, and weigh nothing"
@@ -326,7 +323,7 @@ def load(name: str, file: str, planted: ast.Module | None, folder: Path, path: s
         if hasattr(module, "use_triton"):
             module.use_triton = lambda x: path == "triton"
     rows, divergence_rows, chunks, autograd = (
-        sys.modules[f"{name}.{m}"] for m in ("_cross_entropy_rows", "_divergence_rows", "_chunking", "_autograd")
+        sys.modules[f"{name}.{m}"] for m in ("_cross_entropy_rows", "_divergence_kernels", "_linear_loss", "_autograd")
     )
     rows.BLOCK, divergence_rows.LANES, chunks.TILE_ROWS, chunks.CHUNK_ROWS, autograd.RESCALED = 8, 2, 4, (2,), 4096
     return ops

@@ -9,11 +9,12 @@ from quick_cases import slow_but
 
 from liger_trainer.kernels import _divergence_shards, _triton
 from liger_trainer.kernels._cross_entropy_rows import FIELDS as CE_FIELDS
-from liger_trainer.kernels._cross_entropy_rows import CrossEntropyOptions, Targets, Tile, shard_rows, whole_rows
-from liger_trainer.kernels._divergence_options import FIELDS, TERMS, DivergenceOptions, RowInputs
-from liger_trainer.kernels._divergence_rows import divergence_rows
+from liger_trainer.kernels._cross_entropy_rows import CrossEntropyOptions, Targets, Tile, whole_rows
+from liger_trainer.kernels._divergence_kernels import divergence_rows
 from liger_trainer.kernels._divergence_shards import divergence_shard
+from liger_trainer.kernels._divergence_torch import FIELDS, TERMS, DivergenceOptions, RowInputs
 from liger_trainer.kernels._logits import LogitTransform
+from liger_trainer.kernels._vocab_parallel import shard_rows
 from liger_trainer.kernels.divergence_kinds import ROW_KINDS
 
 N, V = 6, 2600  # wider than a program's block

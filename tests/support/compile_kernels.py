@@ -36,15 +36,16 @@ from liger_trainer.kernels import _triton
 
 _triton.use_triton = lambda x: True  # before the ops import it
 
-from liger_trainer.kernels import _labelled_rows  # noqa: E402
+from liger_trainer.kernels import _linear_head  # noqa: E402
 from liger_trainer.kernels._cross_entropy_rows import FIELDS as CE_FIELDS  # noqa: E402
-from liger_trainer.kernels._cross_entropy_rows import CrossEntropyOptions, Targets, Tile, shard_rows  # noqa: E402
-from liger_trainer.kernels._divergence_options import FIELDS, DivergenceOptions, RowInputs  # noqa: E402
+from liger_trainer.kernels._cross_entropy_rows import CrossEntropyOptions, Targets, Tile  # noqa: E402
 from liger_trainer.kernels._divergence_shards import divergence_shard  # noqa: E402
+from liger_trainer.kernels._divergence_torch import FIELDS, DivergenceOptions, RowInputs  # noqa: E402
 from liger_trainer.kernels._dropout import add_gradients, runs_of, values_of_kept  # noqa: E402
 from liger_trainer.kernels._logits import LogitTransform  # noqa: E402
 from liger_trainer.kernels._low_rank import split  # noqa: E402
 from liger_trainer.kernels._packed_gate import Gate  # noqa: E402
+from liger_trainer.kernels._vocab_parallel import shard_rows  # noqa: E402
 from liger_trainer.kernels.activation_linear import activation_linear  # noqa: E402
 from liger_trainer.kernels.adamw import adamw_  # noqa: E402
 from liger_trainer.kernels.add_rms_norm import add_rms_norm  # noqa: E402
@@ -71,7 +72,7 @@ from liger_trainer.kernels.rope import rope  # noqa: E402
 from liger_trainer.kernels.swiglu import swiglu  # noqa: E402
 from liger_trainer.kernels.tvd import tvd  # noqa: E402
 
-_labelled_rows.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
+_linear_head.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
 
 DTYPES = ("bfloat16", "float32", "float16")
 ALL, SHORT = "--all" in sys.argv[1:], "--short" in sys.argv[1:]
@@ -356,7 +357,7 @@ def heads(dtype: torch.dtype) -> None:
     hidden, weight, bias = leaf(N, 16, dtype=dtype), leaf(V, 16, dtype=dtype), leaf(V, dtype=dtype)
     labels = torch.randint(V, (N,)).index_fill(0, torch.tensor([0]), -100)
     for num_items in (None, torch.tensor(3.0)):
-        _labelled_rows._find_triton(labels, num_items, -100)
+        _linear_head._find_triton(labels, num_items, -100)
     _triton._probe_kernel[(1,)](torch.zeros(16), BLOCK=16)
     head = partial(step, loss_of(linear_cross_entropy), hidden, weight, labels)
     teacher = leaf(N, 24, dtype=dtype), leaf(V, 24, dtype=dtype)
