@@ -58,7 +58,7 @@ def graph_is_kept() -> bool:
 def first_order(backward: Callable) -> Callable:
     """Make a backward refuse create_graph=True. A kernel's result has no graph, so torch would take it for a constant.
 
-    torch's once_differentiable doesn't refuse when the incoming gradient is itself a constant, for example that of a
+    torch's once_differentiable doesn't refuse when the incoming gradient is itself a constant, for example of a
     sum. The backward also runs with autocast off, so its products stay in the dtypes that the forward chose.
     """
 

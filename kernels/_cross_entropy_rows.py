@@ -6,7 +6,8 @@ that turn logits into per-token values and a gradient.
     d loss / d x_j = w f [q_j ((1 - s) c[label] + s / V sum c + 2 z lse) - (1 - s) c[label] [j = label] - s / V c_j]
 
 w is the token's weight, c the class's, s label_smoothing, z z_loss; f = exp(-nll) held constant for DFT, else 1.
-A tile's gradient may have that of the entropy E added: d E / d x_j = -q_j (x_j - lse + E), times each row's own factor.
+A tile's gradient may have the gradient of the entropy E added: d E / d x_j = -q_j (x_j - lse + E), times each row's
+factor.
 
 If a row is whole, one kernel reads it twice and writes the gradient over it. If it comes in tiles of the vocabulary,
 each tile's statistics are folded into a carry; then the tiles come again for their gradient. Each Triton kernel has a
@@ -135,8 +136,8 @@ def new_carry(rows: int, like: Tensor) -> Tensor:
     """Return the carry (len(CARRY), rows) for the first tile. The label's logit stays NaN until its tile comes."""
     apart = -(-rows // 16) * 16  # one kernel for any number of rows; see `LinearLoss.new_values`
     carry = like.new_zeros(len(CARRY), apart, dtype=stats_dtype(like.dtype))[:, :rows]
-    carry[0].fill_(-1e30)
-    carry[4].fill_(float("nan"))
+    carry[0].fill_(-1e30)  # below every logit, and finite
+    carry[4].fill_(float("nan"))  # stays, and shows, if no tile holds the label
     return carry
 
 
@@ -212,7 +213,7 @@ def _statistics(
             if HAS_CLASS_WEIGHT:
                 share = tl.load(class_weight_ptr + cols, mask=mask, other=0.0)
             plain += tl.where(mask, share * x, 0.0)
-    highest = tl.max(top, 0)
+    highest = tl.max(top, 0)  # in base 2, as x
     share = tl.exp2(top - highest)
     total = tl.sum(total * share, 0)
     weighted = tl.sum(weighted * share, 0)
@@ -259,6 +260,7 @@ def _label_weights(
     softmax_weight = 1.0 + 2.0 * z_loss * lse
     if HAS_CLASS_WEIGHT:
         label_weight *= tl.load(class_weight_ptr + label, mask=(label >= 0) & (label < vocab), other=0.0)
+        # what softmax is multiplied by
         softmax_weight = label_weight + even_weight * tl.load(class_weight_sum_ptr) + 2.0 * z_loss * lse
     return softmax_weight, label_weight, even_weight
 
@@ -284,7 +286,7 @@ def _whole_rows_kernel(
         logits_ptr, bias_ptr, class_weight_ptr, used, scale, softcap, inv_temperature,
         HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, WRITE_GRAD, BLOCK,
     )  # fmt: skip
-    top = highest * LN2
+    top = highest * LN2  # in nats, rounded as every logit is: see `_rounded`
     lse = top + tl.log(total)
     nll = lse - x_label
     softmax_weight, label_weight, even_weight = _label_weights(
@@ -346,13 +348,13 @@ def _tile_statistics_kernel(
     top *= LN2
     before = tl.load(carry_ptr)
     highest = tl.maximum(top, before)
-    keep = tl.exp(before - highest)
+    keep = tl.exp(before - highest)  # what the former tiles shrink by
     share = tl.exp(top - highest)
     tl.store(carry_ptr, highest)
     tl.store(carry_ptr + stride_carry, tl.load(carry_ptr + stride_carry) * keep + total * share)
     tl.store(carry_ptr + 2 * stride_carry, tl.load(carry_ptr + 2 * stride_carry) * keep + weighted * share)
     tl.store(carry_ptr + 3 * stride_carry, tl.load(carry_ptr + 3 * stride_carry) + plain)
-    place = label - first
+    place = label - first  # in the tile; most labels lie in another
     if (place >= 0) & (place < columns):
         x = load_label_logit(logits_ptr, bias_ptr, place, columns, scale, softcap, HAS_BIAS, HAS_SOFTCAP, False)
         tl.store(carry_ptr + 4 * stride_carry, _rounded(x, inv_temperature))
@@ -489,7 +491,7 @@ def tile_gradient(
 ) -> None:  # fmt: skip
     """Write factor * d loss / d raw logits into grad (n, columns), which may be the tile. lse, factor: (n,).
 
-    entropy: that of each row (n,), and the factor (n,) of its gradient, which is added.
+    entropy: of each row (n,), and the factor (n,) of its gradient, which is added.
     """
     if not use_triton(tile.logits):
         return _tile_gradient_torch(tile, targets, lse, factor, grad, o, entropy)

@@ -62,6 +62,7 @@ SKEW = tl.constexpr(BITS["skew_kl"])
 SKEW_REVERSE = tl.constexpr(BITS["skew_reverse_kl"])
 TVD = tl.constexpr(BITS["tvd"])
 PAIRED = tl.constexpr(sum(BITS[kind] for kind in SECOND_PASS))  # kinds whose gradients need the ratio of both sides
+NO_LOG = tl.constexpr(BITS["tvd"])  # kinds whose value is no sum of logarithms, so that it has no base
 FIRST_PAIRED = tl.constexpr(len(ROW_KINDS) - len(SECOND_PASS))  # number of the first of them
 COUNT = tl.constexpr(len(ROW_KINDS))
 
@@ -106,13 +107,15 @@ def sums_of(q, p, d, e, beta, alpha, KIND: tl.constexpr):
 @triton.jit
 def value_of(first, second, weight, beta, scale, KIND: tl.constexpr):
     """Return (weight * divergence in base 2, scale * divergence in nats) from a kind's sums over the row."""
-    if KIND == TVD:  # the one without a logarithm: its sum has no base
-        weighted = weight * first * (0.5 / LN2)
-        term = first * (0.5 * scale)
+    value = first
+    if KIND == JSD:
+        value = beta * first + (1.0 - beta) * second
+    elif KIND == TVD:
+        value = 0.5 * first
+    if NO_LOG & KIND:
+        weighted = weight * value * (1.0 / LN2)
+        term = value * scale
     else:
-        value = first
-        if KIND == JSD:
-            value = beta * first + (1.0 - beta) * second
         weighted = weight * value
         term = value * (scale * LN2)
     return weighted, term
@@ -121,7 +124,7 @@ def value_of(first, second, weight, beta, scale, KIND: tl.constexpr):
 @triton.jit
 def in_nats(first, second, KIND: tl.constexpr):
     """Return a kind's sums in nats: those that are sums of logarithms change their base."""
-    if KIND != TVD:
+    if not NO_LOG & KIND:
         first *= LN2
     if KIND == JSD:
         second *= LN2
@@ -158,7 +161,7 @@ def gradient_of(weight, q, p, d, e, mean, beta, alpha, KIND: tl.constexpr):
         q_ratio, _ = log_ratios(d, e, beta)
         gradient = weight * q * (q_ratio - mean)
     elif KIND == SKEW:
-        _, rise = skew(q, p, d, e, alpha)  # has q in it, which would underflow as a factor of its own
+        _, rise = skew(q, p, d, e, alpha)  # has q in it, which would underflow as a separate factor
         gradient = weight * (q * mean - rise)
     elif KIND == SKEW_REVERSE:
         _, rise = skew_reverse(d, e, alpha)
@@ -299,6 +302,7 @@ def first_pass(
     lanes = lanes_of(LANES, VECTOR)
     zero = tl.zeros((LANES,), tl.float32)
     s_top = zero - 1e30
+    # -1e30 is below every logit but those that are ruled out, which have it too.
     t_top = zero - 1e30
     u_top = zero - 1e30
     t_at_s_top = zero - 1e30
@@ -309,14 +313,16 @@ def first_pass(
         cols = start + lanes
         s, t, _ = load_sides(sides, cols, FORM, "")
         if HAS_SMOOTHING:
-            s_plain += tl.sum(tl.where(cols < sides.V, s, 0.0), 1)
+            s_plain += tl.sum(tl.where(cols < sides.V, s, 0.0), 1)  # columns beyond V hold -1e30
         if SHARE & FORM:
             u = s + sides.teacher_share * (t - s)
             _, s_total_T, _, s_ratio_T = fold(s, u, s_top, s_total_T, zero, s_ratio_T, inv_t)
             u_top, t_total_T, _, t_ratio_T = fold(u, s, u_top, t_total_T, zero, t_ratio_T, inv_t)
-        elif OWN_SUMS:
+        elif OWN_SUMS:  # at a temperature, but of the teacher itself
             _, s_total_T, _, s_ratio_T = fold(s, t, s_top, s_total_T, zero, s_ratio_T, inv_t)
             _, t_total_T, _, t_ratio_T = fold(t, s, t_top, t_total_T, zero, t_ratio_T, inv_t)
+        # Both sides agree if the teacher has its maximum where the student has its own. Keep the largest of the
+        # teacher's logits among the places of the student's maximum: several may share it.
         s_high = tl.max(s, 1)
         at_high = tl.max(tl.where(s == s_high[:, None], t, -1e30), 1)
         t_at_s_top = tl.where(
@@ -345,9 +351,10 @@ def write_metrics(out_ptr, stride_out, row, s_sums, t_sums, tops, s_label, t_lab
     t_sum = tl.sum(t_total * t_share, 0)
     s_lse = s_max + tl.log2(s_sum)
     t_lse = t_max + tl.log2(t_sum)
+    # KL(p || q) = E_p[t - s] - lse_t + lse_s. The mean is one of differences, so equal logits give exactly 0.
     forward = inf_if_ruled_out(tl.sum(t_ratio * t_share, 0) / t_sum - (t_lse - s_lse))
     reverse = inf_if_ruled_out(tl.sum(s_ratio * s_share, 0) / s_sum - (s_lse - t_lse))
-    agrees = tl.max(tl.where(s_top == s_max, t_at_s_top, -1e30), 0) >= t_max
+    agrees = tl.max(tl.where(s_top == s_max, t_at_s_top, -1e30), 0) >= t_max  # among the lanes that hold the maximum
     log_prob, is_top1, teacher_log_prob = 0.0, 0.0, 0.0
     if HAS_LABELS:
         log_prob, is_top1, teacher_log_prob = (
@@ -377,7 +384,7 @@ def at_temperature(s_sums, t_sums, tops, at_one, inv_t, FORM: tl.constexpr, OWN_
         _, _, _, s_total_T, s_ratio_T = s_sums
         _, _, _, t_total_T, t_ratio_T = t_sums
         s_top, t_top, u_top, _ = tops
-        u_max = t_max
+        u_max = t_max  # u: what the student is compared with, the teacher or the mixture
         if SHARE & FORM:
             u_max = tl.max(u_top, 0)
         else:
@@ -401,7 +408,7 @@ def second_pass(
     """Return each kind's two sums by lane, as two tuples; zero for kinds that are not in MEASURED."""
     lanes = lanes_of(LANES, VECTOR)
     firsts = ()
-    for _ in tl.static_range(COUNT):
+    for _kind in tl.static_range(COUNT):
         firsts = firsts + (tl.zeros((LANES,), tl.float32),)
     seconds = firsts
     for start in range(0, sides.V, LANES * VECTOR):
@@ -409,8 +416,9 @@ def second_pass(
         q, p, d, e = probabilities(s * inv_t - s_lse, t * inv_t - t_lse)
         for i in tl.static_range(FIRST_PAIRED, COUNT):
             if (1 << i) & MEASURED:
+                # Summed over VECTOR at once: one number a lane stays in registers while the row is walked.
                 first, second = sums_of(q, p, d, e, beta, alpha, 1 << i)
-                firsts = firsts[:i] + (firsts[i] + tl.sum(first, 1),) + firsts[i + 1 :]
+                firsts = firsts[:i] + (firsts[i] + tl.sum(first, 1),) + firsts[i + 1 :]  # tuples cannot be written to
                 seconds = seconds[:i] + (seconds[i] + tl.sum(second, 1),) + seconds[i + 1 :]
     return firsts, seconds
 
@@ -435,9 +443,9 @@ def write_gradient(
             # The gradient is narrower than the logits it overwrites, so its entry j lies where logit j / 2 was: all
             # threads must have read their logits of this block before any writes.
             tl.debug_barrier()
-        log_q = s * inv_t - s_lse_T
+        log_q = s * inv_t - s_lse_T  # of the distributions that the divergences compare, at their temperature
         log_p = t * inv_t - t_lse_T
-        grad = tl.zeros_like(s)
+        grad = tl.zeros_like(s)  # in the logits after scale and softcap; `slope` carries it to the raw ones
         if PAIRED & GRADED:
             q, p, d, e = probabilities(log_q, log_p)
         else:
@@ -446,13 +454,14 @@ def write_gradient(
             if (1 << i) & GRADED:
                 grad += gradient_of(weights[i], q, p, d, e, means[i], beta, alpha, 1 << i)
         if FORWARD & GRADED:
-            if not PAIRED & GRADED:
+            if not PAIRED & GRADED:  # else `probabilities` has given p
                 p = tl.exp2(log_p)
             grad += weights[0] * (q - p)
         if REVERSE & GRADED:
             grad += weights[1] * q * (log_q - log_p - means[1])
         if HAS_CE:
             if OWN_SUMS:
+                # Cross-entropy is at temperature 1. Without OWN_SUMS that is the q above.
                 q = tl.exp2(s - s_lse)
             ce_grad = softmax_weight * q
             ce_grad = tl.where(cols == label, ce_grad - label_weight, ce_grad)
@@ -528,9 +537,10 @@ def fold(x, other, top, total, moment, ratio, inv_t):
     x: (LANES, VECTOR). Sums are rescaled to a new maximum once a vector; threads exchange nothing until the row ends.
     """
     higher = tl.maximum(top, tl.max(x, 1))
-    keep = tl.exp2((top - higher) * inv_t)
+    keep = tl.exp2((top - higher) * inv_t)  # what earlier terms shrink by under the new maximum
     below = x - higher[:, None]
     e = tl.exp2(below * inv_t)
+    # its terms are relative to the maximum, which moved
     moment = (moment + (top - higher) * total) * keep + tl.sum(e * below, 1)
     total = total * keep + tl.sum(e, 1)
     ratio = ratio * keep + tl.sum(e * (x - other), 1)
@@ -559,7 +569,8 @@ def lanes_of(LANES: tl.constexpr, VECTOR: tl.constexpr):
 def probabilities(log_q, log_p):
     """Return (q, p, d = log2 p/q, e = smaller / larger of both). p - q is exactly 0 where log_q == log_p."""
     d = log_p - log_q
-    e = tl.exp2(-tl.abs(d))
+    e = tl.exp2(-tl.abs(d))  # at most 1: nothing overflows
+    # The smaller is larger * e and not another exponential: so p - q is exactly 0 where d is.
     larger = tl.exp2(tl.maximum(log_q, log_p))
     smaller = larger * e
     q = tl.where(d > 0, smaller, larger)
@@ -613,7 +624,7 @@ def divergence_rows(x: RowInputs, out: Tensor, grad: Tensor | None, options: Div
     student, teacher = x.student, x.teacher
     written = student if grad is None else grad
     vocab = student.shape[1]
-    padded = -(-vocab // 16) * 16
+    padded = -(-vocab // 16) * 16  # what `workspace` allocates a row
     if min(student.stride(0), teacher.stride(0), written.stride(0)) < padded:  # no padding: not from `workspace`
         padded = vocab
     flags = options.flags

@@ -207,6 +207,7 @@ class ShardInputs(NamedTuple):
         """
         x, o = self.rows, self.options
         n, columns = x.student.shape
+        # A rank without columns has nothing to launch, and is done.
         if not columns or not use_triton(x.student):
             return not columns
         padded = -(-columns // 16) * 16
@@ -293,8 +294,8 @@ class GradientNumbers(NamedTuple):
     means: Tensor  # (len(SECOND_PASS), n), the second sum of each kind
 
     def at(self, rows: slice) -> "GradientNumbers":
-        partitions = (x.at(rows) for x in self[:3])
-        return GradientNumbers(*partitions, self.token_weight[rows], self.reverse_T[rows], self.means[:, rows])
+        s, s_T, u_T = self.s.at(rows), self.s_T.at(rows), self.u_T.at(rows)
+        return GradientNumbers(s, s_T, u_T, self.token_weight[rows], self.reverse_T[rows], self.means[:, rows])
 
 
 def divergence_shard(
@@ -319,7 +320,7 @@ def divergence_shard(
 def shard_statistics(shard: ShardInputs, like: Tensor) -> Tensor:
     """Return this rank's STATISTICS (len(STATISTICS), n). like: in their dtype."""
     every = like.new_zeros(len(STATISTICS), like.shape[1])
-    every[:4] = LOWEST
+    every[:4] = LOWEST  # the maxima of a rank without columns: below all others
     labels, flags = shard.rows.labels, shard.options.flags
     constants = {name: flags[name] for name in ("OWN_SUMS", "HAS_SMOOTHING")}
     outputs = [torch.empty_like(every[0], dtype=torch.int64) if labels is None else labels, every]
@@ -358,10 +359,11 @@ def _sums(x: Tensor, other: Tensor, top: Tensor, temperature: float) -> Tensor:
 def _combined(part: Tensor, shard: ShardInputs, out: Tensor, ranks: RankSums) -> RowNumbers:
     """Combine the ranks' statistics and write the metrics, which are at temperature 1."""
     o = shard.options
-    tops = ranks.max_(part[:3].clone())
+    tops = ranks.max_(part[:3].clone())  # the first all-reduce
     below = part[:3] - tops
+    # what this rank's sums shrink by, relative to the common maxima
     share, share_T = below.exp(), (below / o.temperature).exp()
-    agrees = (part[0] == tops[0]) & (part[3] >= tops[1])
+    agrees = (part[0] == tops[0]) & (part[3] >= tops[1])  # on the rank that holds the maximum; summed, any rank will do
     s_total, s_moment, s_ratio, t_total, t_moment, t_ratio, s_total_T, s_ratio_T, u_total_T, u_ratio_T, *labels = part[
         4:
     ]
@@ -371,7 +373,7 @@ def _combined(part: Tensor, shard: ShardInputs, out: Tensor, ranks: RankSums) ->
         s_total_T * share_T[0], s_ratio_T * share_T[0], u_total_T * share_T[2], u_ratio_T * share_T[2],
         *labels, agrees.to(part.dtype),
     ])  # fmt: skip
-    sums = ranks.sum_(sums)
+    sums = ranks.sum_(sums)  # the second
     s_top, t_top, u_top = tops.masked_fill(tops <= LOWEST, torch.nan)  # a row without any token
     s_total, s_moment, s_ratio, t_total, t_moment, t_ratio, *at_T, plain, s_label, t_label, agrees = sums
     s, t = Partition(s_top, s_total.log()), Partition(t_top, t_total.log())

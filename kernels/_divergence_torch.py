@@ -20,9 +20,9 @@ FIELDS = (
     "teacher_log_prob", "teacher_entropy", *(f"{kind} of the loss" for kind in ROW_KINDS),
 )  # fmt: skip
 TERMS = len(FIELDS) - len(ROW_KINDS)  # the loss's divergences start here; those not asked for stay unwritten
-(
-    LOSS, DIVERGENCE, LOG_PROB, ENTROPY, IS_TOP1, FORWARD_KL, REVERSE_KL, AGREES, TEACHER_LOG_PROB, TEACHER_ENTROPY,
-) = range(TERMS)  # fmt: skip
+(LOSS, DIVERGENCE, LOG_PROB, ENTROPY, IS_TOP1, FORWARD_KL, REVERSE_KL, AGREES, TEACHER_LOG_PROB, TEACHER_ENTROPY) = (
+    range(TERMS)
+)
 # Bits of the kernel's FORM.
 FORM_BIAS, FORM_SOFTCAP, FORM_TEACHER_BIAS, FORM_TEACHER_SOFTCAP, FORM_SHARE = 1, 2, 4, 8, 16
 
@@ -137,20 +137,20 @@ def divergence_rows_torch(x: RowInputs, out: Tensor, grad: Tensor | None, o: Div
         out[LOSS] += o.ce_weight * _cross_entropy(s, q1, x.labels, o, dlogits)
     if x.token_weight is not None:
         out[LOSS] *= x.token_weight
-        slope = slope * x.token_weight[:, None]
+        slope = slope * x.token_weight[:, None]  # the row's weight is a factor of its gradient
     if grad is not None and dlogits is not None:
         grad.copy_(dlogits.mul_(slope))
 
 
 def write_metrics(s: Tensor, t: Tensor, labels: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Write the metrics, which are at temperature 1; return (log q, log p, q) (n, V), with LOWEST in place of -inf."""
-    exact = s.log_softmax(-1), t.log_softmax(-1)
+    exact = s.log_softmax(-1), t.log_softmax(-1)  # with -inf where a token is ruled out
     log_q, log_p = (log_probs.clamp(min=LOWEST) for log_probs in exact)
     q, p = log_q.exp(), log_p.exp()
     out[ENTROPY], out[TEACHER_ENTROPY] = -torch.linalg.vecdot(q, log_q), -torch.linalg.vecdot(p, log_p)
     out[FORWARD_KL], out[REVERSE_KL] = kl(p, log_p, log_q), kl(q, log_q, log_p)
     out[AGREES] = ((s == s.amax(-1, True)) & (t == t.amax(-1, True))).any(-1)
-    out[LOG_PROB] = out[IS_TOP1] = out[TEACHER_LOG_PROB] = 0
+    out[LOG_PROB] = out[IS_TOP1] = out[TEACHER_LOG_PROB] = 0  # without labels they stay so
     if labels is not None:
         place = labels[:, None]
         out[LOG_PROB], out[TEACHER_LOG_PROB] = (log_probs.gather(1, place).squeeze(1) for log_probs in exact)
@@ -278,7 +278,7 @@ def log_ratios(x: Distributions, p_share: float) -> tuple[Tensor, Tensor]:
     d = x.log_p - x.log_q
     p_weight, q_weight = d.new_tensor(p_share), d.new_tensor(1 - p_share)
     larger, smaller = torch.where(d > 0, p_weight, q_weight), torch.where(d > 0, q_weight, p_weight)
-    below = smaller * torch.expm1(-d.abs())
+    below = smaller * torch.expm1(-d.abs())  # m - 1 relative to the larger probability, unrounded by the 1
     m = larger + smaller * torch.exp(-d.abs())
     log_m = torch.where(m < 0.5, m.log(), below.log1p())  # each form where it keeps its digits
     return (-d).clamp(max=0) - log_m, d.clamp(max=0) - log_m
@@ -291,7 +291,7 @@ def _divergences(log_q: Tensor, log_p: Tensor, o: DivergenceOptions, terms: Tens
     """
     x = Distributions(log_q, log_p, log_q.exp(), log_p.exp())
     forward, reverse = kl(x.p, log_p, log_q), kl(x.q, log_q, log_p)
-    divergence = torch.zeros_like(log_q[:, 0])
+    divergence = torch.zeros_like(log_q[:, 0])  # (n,)
     dlogits = torch.zeros_like(log_q) if write_grad else None
     for row, kind in enumerate(ROW_KINDS):
         if kind not in o.weights:
@@ -326,9 +326,9 @@ def add_gradient(
 
 def _cross_entropy(s: Tensor, q: Tensor, labels, o: DivergenceOptions, dlogits: Tensor | None) -> Tensor:
     """Return the cross-entropy (n,) at temperature 1, and add ce_weight times its gradient to dlogits."""
-    lse, s_label = s.logsumexp(-1), s.gather(1, labels[:, None]).squeeze(1)
+    lse, s_label = s.logsumexp(-1), s.gather(1, labels[:, None]).squeeze(1)  # (n,) each
     if dlogits is not None:
-        dlogits.addcmul_(q, (o.ce_weight * (1 + 2 * o.z_loss * lse))[:, None])
+        dlogits.addcmul_(q, (o.ce_weight * (1 + 2 * o.z_loss * lse))[:, None])  # d lse = q, d lse^2 = 2 lse q
         dlogits.scatter_add_(1, labels[:, None], torch.full_like(lse, o.ce_weight * (o.label_smoothing - 1))[:, None])
         dlogits -= o.ce_weight * o.label_smoothing / s.shape[1]
     ce = lse - s_label + o.z_loss * lse.square()

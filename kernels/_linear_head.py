@@ -107,6 +107,7 @@ class RowSelection:
         if isinstance(num_items, Tensor) and num_items.is_cpu and not labels.is_cpu:
             num_items = num_items.item()  # the host has it: a copy to the device would wait for the queue
         self._num_items = num_items
+        # both write to the device; `wait` reads what they found
         find = _find_triton if use_triton(labels) else _find_torch
         on_device = num_items.to(labels.device) if isinstance(num_items, Tensor) else None
         self._index, self._on_device = find(labels.reshape(-1), on_device, ignore_index)
@@ -124,13 +125,14 @@ class RowSelection:
         count, total = self._on_device.unbind()
         if not isinstance(self._num_items, Tensor):
             total = count if self._num_items is None else torch.full_like(count, self._num_items)
-        alpha = total.reciprocal().where(total != 0, 0)
+        alpha = total.reciprocal().where(total != 0, 0)  # 1 / num_items: the rank's factor of its summed loss
         self._of_ranks = HostCopy(counts_of_ranks(torch.stack([count, alpha]), group))
 
     def wait(self) -> Rows:
         count, total = self._counts.get().tolist()
         count = int(count)
         num_items = total if isinstance(self._num_items, Tensor) else self._num_items
+        # None: every row has a label, and nothing is gathered
         index = None if count == self._total else self._index[:count]
         of_ranks = None if self._of_ranks is None else [(a, b) for a, b in self._of_ranks.get().tolist()]
         return Rows(index, count, max(count, 1) if num_items is None else num_items, of_ranks)
@@ -138,7 +140,8 @@ class RowSelection:
 
 def _find_torch(labels: Tensor, num_items: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return (positions of labelled rows at the front, [count, num_items] in fp64). Sizes don't depend on the count."""
-    valid = labels != ignore_index
+    valid = labels != ignore_index  # (n,)
+    # the others go to the last place, which is cut off
     position = torch.where(valid, valid.cumsum(0) - 1, valid.numel())
     index = torch.zeros(valid.numel() + 1, dtype=torch.int64, device=valid.device)
     index.scatter_(0, position, torch.arange(valid.numel(), device=valid.device))
@@ -151,13 +154,13 @@ def _find_kernel(
     labels_ptr, num_items_ptr, index_ptr, counts_ptr, n, ignore_index, HAS_NUM_ITEMS: tl.constexpr, BLOCK: tl.constexpr
 ):
     lanes = tl.arange(0, BLOCK)
-    count = tl.program_id(0) * 0
+    count = tl.program_id(0) * 0  # a tensor and no constant, so that the loop may change it
     for start in range(0, n, BLOCK):
         at = start + lanes
         valid = (tl.load(labels_ptr + at, mask=at < n, other=0) != ignore_index) & (at < n)
-        one = valid.to(tl.int32)
+        one = valid.to(tl.int32)  # cumsum needs a number
         tl.store(index_ptr + count + tl.cumsum(one, 0) - 1, at.to(tl.int64), mask=valid)
-        count += tl.sum(one, 0)
+        count += tl.sum(one, 0)  # of all blocks so far: where the next block writes
     tl.store(counts_ptr, count.to(tl.float64))
     if HAS_NUM_ITEMS:
         tl.store(counts_ptr + 1, tl.load(num_items_ptr).to(tl.float64))
@@ -236,7 +239,7 @@ def low_rank(hidden: Tensor, lora: Adapters, dtype: torch.dtype) -> tuple[Tensor
     adapters = adapters_of(lora)
     if not adapters:
         return None, None
-    low = [_low(hidden, adapter, dtype) for adapter in adapters]
+    low = [_low(hidden, adapter, dtype) for adapter in adapters]  # (N, r_i) each
     if len(adapters) == 1:
         return low[0], adapters[0].b
     return torch.cat(low, 1), torch.cat([adapter.b for adapter in adapters], 1)
@@ -310,7 +313,7 @@ class Operands(NamedTuple):
         """Compute logits (n, c) without bias into the workspace's corner. The smallest product goes first: it is
         rounded a second time when the others are added.
         """
-        *larger, smallest = self.terms
+        *larger, smallest = self.terms  # with adapters: the base first, whose product is the larger
         out = workspace[: smallest[0].shape[0], : smallest[1].shape[0]]
         project(*smallest, out)
         for x, w in larger:
@@ -328,10 +331,13 @@ class TermGradients:
         self._vocab, self._alpha, self._rounded_in_place = vocab, alpha, rounded_in_place
         self._x_sum = self.x = self.w = None
         if needs[0]:
-            over = overwrite and rows.index is None
+            over = overwrite and rows.index is None  # else the gradient has fewer rows than the hidden states
+            # fp32 sums, whose front half becomes the gradient
             dtype = stats_dtype(x.dtype) if rounded_in_place else x.dtype
             self.x = x.detach() if over else torch.empty(rows.count, x.shape[1], dtype=dtype, device=x.device)
         if needs[1]:
+            # Rows of padding beyond the vocabulary, and all rows of a batch without labels, get no product: they must
+            # be 0.
             make = torch.empty_like if vocab == w.shape[0] and rows.count > 0 else torch.zeros_like
             dtype = torch.promote_types(w.dtype, wide or w.dtype)
             self.w = make(w, dtype=dtype, memory_format=torch.contiguous_format)
@@ -339,6 +345,7 @@ class TermGradients:
     def add(self, dlogits: Tensor, x: Tensor, w: Tensor, rows: slice, columns: slice) -> None:
         """Add a chunk. dlogits: (n, c); x (n, H), w (c, H): the chunk's rows and the tile's columns, in its dtype."""
         if self.w is not None:
+            # beta 0 for the first chunk: the memory is uninitialised, and need not be zeroed first.
             addmm_into(self.w[columns], dlogits.t(), x, beta=1 if rows.start else 0, alpha=self._alpha)
         if self.x is not None:  # last: self.x may share x's memory
             self._add_x(dlogits, w, self.x[rows], columns)
@@ -358,14 +365,15 @@ class TermGradients:
     def free_rows(self, first: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         """Return memory for `shape` in the rows of dw from `first` on, or None if it is too small.
 
-        dtype: that of the weight, or of half its size.
+        dtype: the weight's, or of half its size.
         """
         assert self.w is not None
-        rest = self.w[first : self._vocab].view(-1).view(dtype)
+        rest = self.w[first : self._vocab].view(-1).view(dtype)  # what later tiles will overwrite
         return rest[: shape[0] * shape[1]].view(shape) if shape[0] * shape[1] <= rest.numel() else None
 
     def finish(self, rows: Rows, x: Tensor, w: Tensor, overwrite: bool) -> tuple[Tensor | None, Tensor | None]:
         dx = _rounded_in_place(self.x, x.dtype) if self.x is not None and self._rounded_in_place else self.x
+        # The rows that take part are scattered among all; the others have gradient 0.
         if dx is not None and rows.index is not None:
             into = x.detach().zero_() if overwrite else torch.zeros_like(x)
             dx = into.index_copy_(0, rows.index, dx)
@@ -373,7 +381,7 @@ class TermGradients:
 
 
 def _rounded_in_place(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round (n, H) to a dtype of half the size, or of the same, in the front of its own memory."""
+    """Round (n, H) to a dtype of half the size, or of the same, in the front of its memory."""
     if dtype == sums.dtype:
         return sums
     out = sums.view(-1).view(dtype)[: sums.numel()].view(sums.shape)
@@ -390,7 +398,7 @@ class HeadGradients:
     """d loss / d (hidden, weight, bias, low, low_weight), built from d loss / d logits by chunks and tiles.
 
     The products apply the factor 1 / num_items as their alpha, to fp32 accumulators. In the low-precision gradient of
-    the logits it would round every entry again; as a pass of its own it would move the whole weight gradient again.
+    the logits it would round every entry again; as a separate pass it would move the whole weight gradient again.
     With `rounded_in_place` the hidden states' gradient is summed as a whole, and lies in the memory of its sums.
     `factor`, a scalar that only the device knows (see `upstream_rows`), multiplies the gradients at the end. Until then
     the weight's sum over all tokens may exceed fp16's range, so it is kept in fp32.
@@ -444,6 +452,7 @@ def addmm_into(out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) 
     elif out.dtype == torch.promote_types(out.dtype, a.dtype):
         torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=beta, alpha=alpha, out=out)
     else:
+        # beta 0 must clear NaN from uninitialised memory, which 0 * NaN would keep
         out.mul_(beta) if beta else out.zero_()
         out.add_(a @ b, alpha=alpha)
 
@@ -489,7 +498,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: Adapte
 
 
 def check_overwritten(overwrite_hidden: bool, lora: Adapters) -> None:
-    """Raise ValueError if autograd needs hidden after it was overwritten. (A dropout keeps a copy of its own.)"""
+    """Raise ValueError if autograd needs hidden after it was overwritten. (A dropout keeps its own copy.)"""
     needed = (adapter.a.requires_grad and not adapter.dropout for adapter in adapters_of(lora))
     if overwrite_hidden and torch.is_grad_enabled() and any(needed):
         raise ValueError("overwrite_hidden would overwrite what the gradient of lora's a needs: leave it out.")

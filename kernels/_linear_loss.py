@@ -64,12 +64,13 @@ def row_plan(count: int, vocab: int, bytes_per_logit: int, how: "Execution") -> 
     """Return chunks of whole rows of equal size, as large as the workspace allows.
 
     Each chunk reads and writes the weight's gradient once, so few large chunks approach the speed of the bare matrix
-    products. Liger-Kernel's rule uses V / H alone: it gives small models chunks whose time goes into that traffic.
+    products. Liger-Kernel's rule uses only V / H: it gives small models chunks whose time goes into that traffic.
     By default a batch that would fill more than half of WORKSPACE_MB by itself is cut in two: one chunk would save
     little time, and as little memory as stored logits.
     """
     limit = _whole_tiles(max(1, how.workspace_bytes(vocab) // (vocab * bytes_per_logit)), down=True)
     chunks = max(1, -(-count // limit))
+    # 2**19: half a MiB
     if chunks == 1 and how.workspace_mb is None and count * vocab * bytes_per_logit > WORKSPACE_MB * 2**19:
         chunks = 2
     return ChunkPlan(max(1, min(limit, _whole_tiles(-(-count // chunks)))), vocab)
@@ -88,12 +89,14 @@ def tile_plan(
     if how.workspace_mb is None:
         budget = max(16 * 2**20, count * hidden_size * itemsize, min(spare, budget))
     plans = []
+    # All sizes are tried, and the cheapest by what it moves is taken: see below.
     for rows in CHUNK_ROWS:
-        left = budget - 4 * rows * hidden_size * needs.hidden
+        left = budget - 4 * rows * hidden_size * needs.hidden  # the fp32 sum of the chunk's hidden states' gradient
         columns = _whole_tiles(max(left, 0) // (rows * itemsize), down=True)
         if columns >= TILE_ROWS:
             columns = min(columns, vocab)
             moved = (6 + 4 * needs.weight) / rows + 8 * needs.hidden / columns  # bytes for each count * vocab * hidden
+            # a tile's launches, as bytes that the GPU could have moved meanwhile
             plans.append((moved + LAUNCH_BYTES / (rows * columns * hidden_size), ChunkPlan(rows, columns)))
     return min(plans)[1] if plans else ChunkPlan(TILE_ROWS, min(TILE_ROWS, vocab))
 
@@ -218,7 +221,7 @@ class LinearLoss:
     keeps_values: ClassVar[bool] = False  # whether `recomputed` needs what `statistics` returned
 
     def chunk_state(self, rows: int) -> Any:
-        """Return what `write_rows` needs beside the chunk, for chunks of at most `rows` rows.
+        """Return what `write_rows` needs besides the chunk, for chunks of at most `rows` rows.
 
         It lives for one walk over the chunks, so that a loss that waits for its backward holds no workspace.
         """
@@ -233,7 +236,7 @@ class LinearLoss:
         raise NotImplementedError
 
     def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of stored logits. dtype: that of the products."""
+        """Return the dtype of stored logits. dtype: of the products."""
         return dtype
 
     def bytes_per_logit(self, dtype: torch.dtype) -> int:
@@ -248,6 +251,7 @@ class LinearLoss:
         rounded_in_place: bool = False,
     ) -> HeadGradients:  # fmt: skip
         """Return empty gradients for the chunks of `plan` to fill."""
+        # With a factor the sum over all tokens may exceed fp16 until it is multiplied, so it stays in fp32.
         wide = self.how.sum_dtype(-(-self.rows.count // plan.rows)) if factor is None else torch.float32
         over = self.how.overwrite_hidden
         return HeadGradients(head, needs, self.rows, self.vocab, wide, over, alpha, factor, rounded_in_place)
@@ -276,6 +280,7 @@ class LinearLoss:
             part = operands.part(rows, columns)
             logits, dlogits = part.logits(ws), grad_ws[: rows.stop - rows.start]
             wanted = None if gradients is None else dlogits
+            # Here the caller runs the row kernel, which writes the gradient over the logits.
             yield LogitChunk(rows, part, logits, part.bias, values[:, rows], wanted, chunk_state)
             if gradients is not None:
                 gradients.add(dlogits, part, rows, columns)
@@ -334,6 +339,7 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, loss: LinearLoss, needs: NeededGradients, reduction: str, dtype: torch.dtype, *tensors):
+        # the loss holds only its targets, no workspace
         ctx.loss, ctx.needs, ctx.reduction, ctx.dtype = loss, needs, reduction, dtype
         with torch.autocast(tensors[0].device.type, enabled=False):
             values = loss.statistics(LinearHead(*tensors, dtype=dtype), needs)
@@ -347,6 +353,7 @@ class Recomputed(torch.autograd.Function):
     def backward(ctx, grad_loss, _):
         values, *tensors = ctx.saved_tensors
         loss, rows = ctx.loss, ctx.loss.rows
+        # (count,) or a scalar
         upstream = gather_rows(grad_loss, rows) if ctx.reduction == "none" else grad_loss * rows.alpha
         upstream, largest = upstream_rows(upstream, rows.count, ctx.dtype)
         with torch.autocast(tensors[0].device.type, enabled=False):
@@ -362,7 +369,7 @@ def upstream_rows(upstream: Tensor, count: int, dtype: torch.dtype) -> tuple[Ten
     upstream = upstream.to(stats_dtype(dtype)).expand(count).contiguous()
     if dtype != torch.float16 or not count:
         return upstream, None
-    largest = upstream.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+    largest = upstream.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)  # all may be 0, and 0 / 0 is NaN
     return upstream / largest, largest
 
 
@@ -430,7 +437,7 @@ class FusedLoss:
             dtype: torch.dtype, needs: Sequence[bool], labels: Tensor | None, num_items: Tensor | None,
             ignore_index: int, workspace_mb: float | None, accumulate_dtype: torch.dtype | None, *arguments: Any,
         ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-            """Compute the loss and its gradients. `dtype` is that of the products: autocast is off when this runs."""
+            """Compute the loss and its gradients. `dtype`: of the products; autocast is off when this runs."""
             rows = selected_rows(hidden, labels, None, num_items, ignore_index)
             head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
             loss = build(rows, Execution(workspace_mb, accumulate_dtype), head, labels, *arguments)
@@ -440,7 +447,7 @@ class FusedLoss:
             )
             return _outputs(value, per_token, saved.gradients)  # pyright: ignore[reportReturnType]
 
-        run.__signature__ = _signature(run, build)
+        run.__signature__ = _signature(run, build)  # torch reads the schema from it; *arguments says nothing
         self._opaque = torch.library.custom_op(f"liger_trainer::{name}", mutates_args=(), tags=TAGS)(run)
         self._opaque.register_fake(lambda *inputs: _fake_outputs(inputs, fields))
         self._opaque.register_autograd(_scaled_gradients, setup_context=_save_gradients)
@@ -459,7 +466,7 @@ class FusedLoss:
                 None if num_items is None else torch.as_tensor(num_items), ignore_index, workspace_mb, accumulate_dtype,
                 token_weight, *arguments,
             )  # fmt: skip
-            return value, per_token.detach()
+            return value, per_token.detach()  # an output of the op, of which only the loss has a gradient
         selected = selected_rows(head.hidden, labels, rows, num_items, ignore_index)
         how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
         if parallel is not None:

@@ -15,7 +15,7 @@ Numerics  y and dx are in the dtype of the base product; each term is rounded as
           exact except for underflow. As columns of one product with fp32 results, the three cost little more than
           one: r is so small that reading x takes most of the time. Where two such matrices u and v meet, in y and
           dx, [h m l h] of u times [h h h m] of v is their product to 2^-16. On other devices x is cast.
-Dropout   An adapter reads m_j * x / (1 - p_j), with a mask m_j of its own: x A_j^T, dA_j and its part of dx. See
+Dropout   An adapter reads m_j * x / (1 - p_j), with its own mask m_j: x A_j^T, dA_j and its part of dx. See
           _dropout.py. Where Triton does not run, m_j * x is made for one adapter at a time.
 Source    Hu et al. 2021, arXiv:2106.09685; sums of bf16 matrices: Henry et al. 2019, arXiv:1904.06376
 """
@@ -101,6 +101,7 @@ class Numerics:
             return cls(dtype, dtype, wide=wide and dtype.itemsize == 2)
         rank = x.dtype
         for adapter in adapters:
+            # The widest of x and all adapters: one product computes the terms of several, so it has one dtype.
             rank = torch.promote_types(torch.promote_types(rank, adapter.a.dtype), adapter.b.dtype)
         return cls(x.dtype, rank, rank == torch.float32 and x.dtype == torch.bfloat16 and _has_wide_results(x))
 
@@ -124,17 +125,18 @@ def _split_kernel(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     row, column = at // width, at % width
+    # The parts are columns of one product with h, m and l: their sum is the fp32 value.
     value = tl.load(parts_ptr + row * (PARTS * width) + column, mask=mask)
     for part in tl.static_range(1, PARTS):
         value += tl.load(parts_ptr + row * (PARTS * width) + part * width + column, mask=mask)
     value *= scale
     out = out_ptr + row * stride_row + column
-    high = value.to(out_ptr.dtype.element_ty)
+    high = value.to(out_ptr.dtype.element_ty)  # the 8 leading bits; `middle` has the next 8, `low` the rest
     value -= high.to(tl.float32)
     middle = value.to(out_ptr.dtype.element_ty)
-    low = (value - middle.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    low = (value - middle.to(tl.float32)).to(out_ptr.dtype.element_ty)  # differences of floats this close are exact
     tl.store(out, high, mask=mask)
-    if FORM == "hhhm":
+    if FORM == "hhhm":  # the right factor: what h, m, l and h of the left one meet
         tl.store(out + stride_slot, high, mask=mask)
         tl.store(out + 2 * stride_slot, high, mask=mask)
         tl.store(out + 3 * stride_slot, middle, mask=mask)
@@ -195,7 +197,7 @@ def new_values(m: Tensor, width: int, numerics: Numerics) -> Tensor:
 def multiply(m: Tensor, factor: Tensor, values: Tensor, scale: float, numerics: Numerics) -> None:
     """Compute values = scale * m factor. m: (N, columns) in `compute`; factor: (columns, r) in `rank`."""
     if numerics.split:
-        products = _wide_product(m, _columns(factor, "hml"))
+        products = _wide_product(m, _columns(factor, "hml"))  # (N, 3 r): m times h, m and l
         split(products.view(-1, 3, factor.shape[1]), "hmlh", values, scale)
     else:
         values[:, 0].addmm_(m.to(numerics.rank), factor, beta=0, alpha=scale)
@@ -204,23 +206,25 @@ def multiply(m: Tensor, factor: Tensor, values: Tensor, scale: float, numerics: 
 def add(y: Tensor, values: Tensor, factor: Tensor, numerics: Numerics) -> None:
     """Add values factor to y. y: (N, columns) in `compute`; factor: (r, columns) in `rank`."""
     if numerics.split:
+        # h h + m h + l h + h m: all products of the parts above 2^-16 of the largest.
         y.addmm_(values.flatten(1), _columns(factor.t(), "hhhm").t())
     elif numerics.rank == numerics.compute:
         y.addmm_(values[:, 0], factor)
     else:
-        y.add_(values[:, 0] @ factor)
+        y.add_(values[:, 0] @ factor)  # in the wider dtype, rounded as it is added
 
 
 def a_gradient(g: Tensor, x: Tensor, numerics: Numerics) -> Tensor:
     """Return g^T x (R, K) in `rank`, or in fp32 if `wide`."""
     if numerics.split:
-        return _wide_product(g[:, :3].flatten(1).t(), x).view(3, -1, x.shape[1]).sum(0)
+        return _wide_product(g[:, :3].flatten(1).t(), x).view(3, -1, x.shape[1]).sum(0)  # h + m + l of g, each times x
     return _wide_product(g[:, 0].t(), x) if numerics.wide else g[:, 0].t() @ x.to(numerics.rank)
 
 
 def b_gradient(dy: Tensor, values: Tensor, numerics: Numerics) -> Tensor:
     """Return dy^T values (O, r) in `rank`, or in fp32 if `wide`."""
     if numerics.split:
+        # dy times h, m and l
         return _wide_product(dy.t(), values[:, :3].flatten(1)).view(-1, 3, values.shape[2]).sum(1)
     return _wide_product(dy.t(), values[:, 0]) if numerics.wide else dy.t().to(numerics.rank) @ values[:, 0]
 
@@ -312,6 +316,7 @@ def stacked(groups: Sequence[Sequence[Projection]], numerics: Numerics) -> list[
 
     def copied(tensors: Sequence[Tensor]) -> Tensor:
         first, rows = tensors[0], sum(len(t) for t in tensors)
+        # as the backward needs it: no copy
         if len(tensors) == 1 and first.dtype == numerics.rank and first.is_contiguous():
             return first
         copy = first.new_empty(rows, first.shape[1], dtype=numerics.rank)
@@ -325,7 +330,7 @@ def stacked(groups: Sequence[Sequence[Projection]], numerics: Numerics) -> list[
         a = copied([adapter.a for adapter in adapters]) if adapters else None
         stacks.append(_with_adapters(projections, a, [copied([adapter.b]) for adapter in adapters]))
     if sources:
-        torch._foreach_copy_(copies, sources)
+        torch._foreach_copy_(copies, sources)  # one launch for all adapters of the layers
     return stacks
 
 
@@ -342,7 +347,7 @@ def _with_adapters(projections: Sequence[Projection], a: Tensor | None, bs: Sequ
 
 
 def layout_of(stack: Stack) -> Layout:
-    """Return what `restored` needs beside the tensors."""
+    """Return what `restored` needs besides the tensors."""
     return tuple((tuple(adapter[2:] for adapter in p.adapters), p.unpack) for p in stack.projections)
 
 
@@ -409,7 +414,7 @@ def _add_kept(
     if not use_triton(some):
         return _add_kept_plainly(dx, g, stack, x, masks, numerics)
     slots = g.shape[1]
-    a = split_rows(stack.a, "hhhm") if numerics.split else stack.a
+    a = split_rows(stack.a, "hhhm") if numerics.split else stack.a  # g is "hmlh"
     parts = add_gradients(g, a, masks.seed, _runs(stack, masks, slots), slots, x, dx)
     if parts is None:
         return None
@@ -426,7 +431,7 @@ def _add_kept_plainly(
         if dx is not None:
             term = torch.zeros_like(dx)
             add(term, g[..., columns], adapter.a, numerics)
-            dx += term.where(mask, 0)
+            dx += term.where(mask, 0)  # the adapter's own mask
         if x is not None:
             das.append(a_gradient(g[..., columns], x.where(mask, 0), numerics))
     return torch.cat(das) if das else None
@@ -481,6 +486,7 @@ def input_gradient(dys: Sequence[Tensor], stack: Stack, numerics: Numerics) -> T
     first, *rest = zip(dys, stack.projections, strict=True)
     dx = first[0] @ first[1].dense(numerics.compute)
     for dy, p in rest:
+        # Adds in place: a sum of separate tensors would read and write dx twice more.
         dx.addmm_(dy, p.dense(numerics.compute))
     return dx
 

@@ -29,6 +29,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def programs_for(tiles: int, limit: int) -> int:
     """Return the fewest programs, at most `limit`, that finish as soon as `limit` programs would."""
+    # as many rounds as `limit` programs take, with none idle in the last
     return max(1, -(-tiles // max(1, -(-tiles // limit))))
 
 
@@ -68,30 +69,28 @@ def backward_config(H: int, itemsize: int) -> tuple[int, int, int, int, int]:
     if block <= SHAPES.NORM_BACKWARD:
         rows = SHAPES.NORM_BACKWARD // block
         return block, rows, SHAPES.NORM_BACKWARD_WARPS, 1, 3 if itemsize == 2 else 2  # tiles take shared memory
-    return block, 1, 32, 1, 1
+    return block, 1, 32, 1, 1  # a row fills the registers of a multiprocessor: nothing is prefetched
 
 
 @triton.jit
 def tile_mask(rows, cols, N, H, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, EXACT: tl.constexpr):
     """Return which entries of a tile exist. EXACT: all of them, known at compile time, so no load needs a mask."""
     if EXACT:
-        mask = tl.full((ROWS, BLOCK_H), 1, tl.int1)
+        mask = tl.full((ROWS, BLOCK_H), 1, tl.int1)  # known at compile time, so loads have none
     else:
         mask = (rows[:, None] < N) & (cols[None, :] < H)
     return mask
 
 
 @triton.jit
-def _sum_programs_kernel(
-    share_ptr, first_ptr, second_ptr, P, H, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr
-):  # fmt: skip
+def _sum_programs_kernel(share_ptr, first_ptr, second_ptr, P, H, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr):
     cols = tl.program_id(0) * SUM_COLUMNS + tl.arange(0, SUM_COLUMNS)
     share_ptr += tl.program_id(1).to(tl.int64) * P * H
     total = tl.zeros((SUM_ROWS, SUM_COLUMNS), tl.float32)
     for start in range(0, P, SUM_ROWS):
         rows = start + tl.arange(0, SUM_ROWS)
         mask = (rows[:, None] < P) & (cols[None, :] < H)
-        total += tl.load(share_ptr + rows[:, None] * H + cols[None, :], mask=mask, other=0.0)
+        total += tl.load(share_ptr + rows[:, None] * H + cols[None, :], mask=mask, other=0.0)  # always in one order
     total = tl.sum(total, 0)
     if tl.program_id(1) == 0:
         tl.store(first_ptr + cols, total, mask=cols < H)

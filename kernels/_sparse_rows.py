@@ -1,7 +1,7 @@
 """Row kernels of linear_sparse_divergence.py: they turn a chunk of logits into per-token values and their gradient.
 
 A row's K entries that the teacher named are taken out first: their logits go to registers, and -inf takes their places.
-So one pass over the row sees only the rest of the vocabulary, and the rest's mass is a sum of its own. (1 minus the
+So one pass over the row sees only the rest of the vocabulary, and the rest's mass is a separate sum. (1 minus the
 others would lose every digit where a student is sure.) A second pass writes the rest's gradient over the logits, and
 the K entries are filled in last. The Triton kernel and its torch twin take the same arguments.
 Formulas: linear_sparse_divergence.py.
@@ -88,7 +88,7 @@ class SparseOptions:
 
     @property
     def kinds(self) -> int:
-        """Return the kernel's KINDS: bits of the divergences beside the forward KL, whose bit says that there are."""
+        """Return the kernel's KINDS: bits of the divergences besides the forward KL, whose bit says that there are."""
         return (
             0 if self.plain else BITS["forward_kl"] | sum(BITS[kind] for kind in self.weights if kind != "forward_kl")
         )
@@ -148,6 +148,7 @@ def _load_rest(
 ):
     """Like `load_logits` for the entries that were not taken out; also return which these are."""
     z = tl.load(raw_ptr + cols, mask=cols < V, other=float("-inf"), eviction_policy=EVICT).to(tl.float32)
+    # A logit that is -inf by itself counts as taken, too: it has no mass.
     rest = z != float("-inf")
     z = tl.where(rest, z, 0.0)
     if HAS_BIAS:
@@ -211,8 +212,8 @@ def _sparse_kernel(
     entries = tl.arange(0, K_BLOCK)
     ids = tl.load(ids_ptr + row * K + entries, mask=entries < K, other=-1).to(tl.int64)
     log_p = tl.load(log_probs_ptr + row * K + entries, mask=entries < K, other=float("-inf")).to(tl.float32)
-    present = (ids >= 0) & (log_p != float("-inf"))
-    inside = present & (ids < V)
+    present = (ids >= 0) & (log_p != float("-inf"))  # others are padding
+    inside = present & (ids < V)  # what is present, but beyond the vocabulary, becomes NaN below
     log_p = tl.where(present, log_p, 0.0)
     p = tl.where(present, tl.exp(log_p), 0.0)
     x_k, slope_k = load_logits(logits_ptr, bias_ptr, ids, inside, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "")
@@ -226,7 +227,7 @@ def _sparse_kernel(
         x_top_id = load_label_logit(logits_ptr, bias_ptr, top_id, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP, False)
         x_top_id = x_top_id * LOG2E
     tl.debug_barrier()  # all threads must read before any writes
-    taken = tl.full((K_BLOCK,), float("-inf"), tl.float32)
+    taken = tl.full((K_BLOCK,), float("-inf"), tl.float32)  # a mark, which `_load_rest` recognises
     tl.store(logits_ptr + ids, taken.to(logits_ptr.dtype.element_ty), mask=inside)
     tl.debug_barrier()
 
@@ -246,8 +247,8 @@ def _sparse_kernel(
         e_k_T = tl.where(present, tl.exp2((x_k - top) * inv_t), 0.0)
         total_T = total_rest_T * tl.exp2((top_rest - top) * inv_t) + tl.sum(e_k_T, 0)
 
-    # The divergence. Without a rest, 1 - sum p is rounding alone, and log_rest_q may be any finite number.
-    mass = tl.sum(p, 0)
+    # The divergence. Without a rest, 1 - sum p is only rounding, and log_rest_q may be any finite number.
+    mass = tl.sum(p, 0)  # P; rounding in a cache may bring it above 1
     total_rest_T = tl.where(count > 0, total_rest_T, 1.0)
     log_rest_q = ((top_rest - top) * inv_t + tl.log2(total_rest_T / total_T)) * LN2
     log_q_k = ((x_k - top) * inv_t - tl.log2(total_T)) * LN2
@@ -268,6 +269,7 @@ def _sparse_kernel(
         divergence = _weighted(weights[0], forward)
         for i in tl.static_range(1, COUNT):
             value = tl.sum(of_k[i], 0) + of_rest[i]
+            # below any real divergence; a logit of -1e30 gives more
             value = tl.where(value > 1e20, float("inf"), value)
             value = tl.where(unsound, float("nan"), value)
             tl.store(out_ptr + (7 + i) * stride_out + row, value * divergence_scale)
@@ -299,7 +301,7 @@ def _sparse_kernel(
 
     if WRITE_GRAD:
         coefficient = divergence_scale * inv_t
-        rest_q = tl.exp(log_rest_q)
+        rest_q = tl.exp(log_rest_q)  # Q of the rest as a whole
         rest_weight = coefficient * (down * rest_q - down_rest)
         if HAS_CE and not HAS_TEMPERATURE:  # one softmax for both losses
             rest_weight += ce_weight * rest_q
@@ -319,6 +321,7 @@ def _sparse_kernel(
             grad = (grad * slope * token_weight).to(grad_ptr.dtype.element_ty)
             tl.store(grad_ptr + cols, grad, mask=cols < V, eviction_policy="evict_first")
         tl.debug_barrier()  # the pass also wrote over the taken entries
+        # q times the sum of the gradients in log q, minus the gradient of each
         grad_k = coefficient * (down * e_k_T / total_T - down_k)
         if HAS_CE:
             grad_k += ce_weight * (e_k / total - tl.where(ids == label, 1.0, 0.0))

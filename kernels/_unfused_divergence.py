@@ -23,7 +23,7 @@ from ._autograd import check_dtypes, empty, first_order, rescale, stats_dtype, v
 from ._triton import Launch, remembered, tl, triton, use_triton
 from ._tuning import SHAPES
 
-GIVEN_BLOCK, GIVEN_WARPS = SHAPES.GIVEN  # entries of one row per program, if entries stand alone
+GIVEN_BLOCK, GIVEN_WARPS = SHAPES.GIVEN  # entries of one row per program, if each entry counts for itself
 LOGITS_BLOCK, LOGITS_WARPS = SHAPES.GIVEN_LOGITS  # entries per step of a program that walks along a row
 
 
@@ -327,7 +327,7 @@ def _given_launch(
 
 
 def launch_given(x: Tensors, grads, out: Tensor | None, upstream: Tensor | None, o: Call) -> None:
-    """Launch the kernel for entries that stand alone.
+    """Launch the kernel for entries that count for themselves.
 
     out: values of entries for reduction "none", else sums, one per program. upstream: a scalar, or shaped as the input.
     """

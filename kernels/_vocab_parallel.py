@@ -5,12 +5,12 @@ exponentials, the label's logit) are combined by all-reduce, a few numbers a tok
 gradient of its own logits needs. The head is never gathered, nor is its gradient.
 
 Tokens    "replicated": all ranks have the same tokens, as in tensor parallelism. The gradient of hidden is all-reduced.
-          "sharded": each rank has tokens of its own, as under FSDP. A chunk holds tokens of all ranks: their hidden
+          "sharded": each rank has its own tokens, as under FSDP. A chunk holds tokens of all ranks: their hidden
           states are all-gathered, and the gradients of these reduce-scattered. The weight's gradient sums over the
           tokens of all ranks: it is complete.
 Method    One walk over the chunks: products, statistics, all-reduce, gradient, products. Statistics of all tokens first
           and one all-reduce for all of them would need every logit twice, a third more arithmetic; an all-reduce of
-          some 50 kB a chunk takes microseconds beside products of milliseconds. The workspace of a chunk holds
+          some 50 kB a chunk takes microseconds, next to products of milliseconds. The workspace of a chunk holds
           as many logits as without ranks, of W times as many tokens over 1 / W of the vocabulary; gathered hidden
           states and the fp32 sum of their gradient lie within its budget.
           All ranks walk over the same chunks. A rank's tokens spread evenly over them, so ranks may have different
@@ -205,6 +205,7 @@ class ShardGradients:
         alpha: float, factor: Tensor | None,
     ):  # fmt: skip
         self._head, self._layout, self._alpha, self._factor = head, layout, alpha, factor
+        # FSDP averages gradients over ranks; these are sums
         share = alpha / layout.parallel.size if layout.parallel.average else alpha
         every = Rows(None, layout.length, 1.0)
         pairs = [(head.hidden, head.weight, needs.hidden, needs.weight)]
@@ -271,7 +272,7 @@ class ParallelLoss:
     def walk(self, head: LinearHead, gradients: ShardGradients | None) -> Tensor:
         """Return the values (fields, count) of this rank's rows, and add every chunk to `gradients`."""
         loss, layout, columns = self.loss, self.layout, self.columns(head.weight)
-        own = head.operands(layout.selected, columns)
+        own = head.operands(layout.selected, columns)  # this rank's tokens, and its columns of the head
         weights = [w.to(x.dtype) for x, w in own.terms]  # each is cast once
         dtype, device = head.dtype, head.hidden.device
         values = torch.empty(len(loss.fields), layout.length, dtype=stats_dtype(dtype), device=device)
@@ -395,8 +396,8 @@ def shard_rows(
         tile_statistics(tile, targets, carry, o)
     place = targets.labels - tile.first
     inside = (place >= 0) & (place < tile.logits.shape[1])
-    top = ranks.max_(carry[0].clone())
-    share = (carry[0] - top).exp()
+    top = ranks.max_(carry[0].clone())  # the first all-reduce
+    share = (carry[0] - top).exp()  # what this rank's sums shrink by
     sums = torch.stack([carry[1] * share, carry[2] * share, carry[3], carry[4].where(inside, 0)])
     total, weighted, plain, x_label = ranks.sum_(sums)
     x_label = x_label.where((targets.labels >= 0) & (targets.labels < tile.vocab), torch.nan)  # a wrong label shows
@@ -425,7 +426,7 @@ def parallel_loss(
     layout = TokenLayout(parallel, selected, head.hidden.device)
     copies = 2 if layout.sharded else 0  # gathered, and a second time where ranks have unequal numbers
     per_token = copies * gathered_bytes + head.hidden.shape[1] * stats_dtype(head.dtype).itemsize
-    layout.cut(chunk_rows(parallel, bytes_per_logit, per_token, how))
+    layout.cut(chunk_rows(parallel, bytes_per_logit, per_token, how))  # all ranks cut alike: chunks meet in collectives
     labels = None if labels is None else layout.all_of(gather_rows(labels, selected)).contiguous()
     weights = labelled_weight(token_weight, selected, head.hidden.dtype)
     weights = token_weights(layout, weights, head.hidden, reduction)

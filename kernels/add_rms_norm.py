@@ -122,7 +122,7 @@ def add_rms_norm(
 
     Returns:
         The norm, (..., H) in x's dtype (with cast_before_weight in the dtype that torch promotes x and weight to), and
-        the sum, (..., H) rounded to x's dtype. The norm is that of the rounded sum.
+        the sum, (..., H) rounded to x's dtype. The norm is of the rounded sum.
 
     Raises:
         ValueError: x has no column, residual has another shape than x, or weight is not one number per column.

@@ -47,6 +47,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         ctx.ready = inplace and reduction != "none" and logits.dtype != torch.float16
         if ctx.ready:
             if denominator is not None:
+                # The mean's divisor as every token's weight: the kernel then writes the gradient of the mean.
                 share = denominator.expand(rows).reciprocal()
                 targets = Targets(targets.labels, share, targets.class_weight, targets.ignore_index)
             whole_rows(logits, None, targets, out, logits.detach(), options)
@@ -71,10 +72,10 @@ class CrossEntropyFunction(torch.autograd.Function):
         if ctx.ready:
             return *rescale(ctx.saved_tensors, grad_loss), None, None, None, None, None
         logits, out, denominator = ctx.saved_tensors
-        each = grad_loss.to(out.dtype).expand(out.shape[1])
+        each = grad_loss.to(out.dtype).expand(out.shape[1])  # (N,), from a scalar or already so
         factor = each.contiguous() if denominator is None else each / denominator
-        raw = logits.detach()
-        over = ctx.inplace and not graph_is_kept()
+        raw = logits.detach()  # autograd must not see the write
+        over = ctx.inplace and not graph_is_kept()  # the graph is kept: another backward reads the logits again
         grad = raw if over else torch.empty_like(raw)
         tile_gradient(Tile(raw, None, 0, raw.shape[1]), ctx.targets, out[4], factor, grad, ctx.options)
         if over:

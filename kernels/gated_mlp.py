@@ -35,7 +35,7 @@ class GatedMLPFunction(torch.autograd.Function):
         """Run the forward. tensors: the weights, `count` of them, and as many biases, or None."""
         weights, biases = tensors[:count], tensors[count:]
         ctx.shape, ctx.activation = x.shape, activation
-        uncast, x = x, as_computed(x)
+        uncast, x = x, as_computed(x)  # the note of a norm is on the tensor as it came
         source = saved_or_recomputed(uncast, x)
         ctx.make, ctx.count = source.make, count
         ctx.save_for_backward(*weights, *biases, *source.tensors)
@@ -50,9 +50,10 @@ class GatedMLPFunction(torch.autograd.Function):
         *first_weights, need_down = needs[:count]
         *first_biases, _ = needs[count:]
         dy = dy.reshape(-1, dy.shape[-1])
+        # gradients of gate(x), up(x)
         wanted = [need_x or any(pair) for pair in zip(first_weights, first_biases, strict=True)]
         rows, ddown, x = [None] * len(wanted), None, None
-        if need_down or any(wanted):
+        if need_down or any(wanted):  # else x is not computed again
             x = ctx.make(*sources).view(ctx.shape)
             *gradients, ddown = gated_linear_gradients(
                 dy, *_gate_and_up(x, weights, biases), weights[-1], (wanted[0], wanted[-1], need_down),

@@ -52,7 +52,9 @@ def _forward_kernel(
     cols = tl.arange(0, BLOCK_H)
     mask = tile_mask(rows, cols, N, H, ROWS, BLOCK_H, EXACT)
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(x, 1) / H
+    mean = tl.sum(x, 1) / H  # masked columns are 0
+    # Centred before it is squared: the mean square minus the squared mean would cancel. Columns beyond the row must
+    # be 0 again.
     y = tl.where(mask, x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(y * y, 1) / H + eps)
     tl.store(stats_ptr + rows, mean, mask=rows < N)
@@ -94,13 +96,13 @@ def _backward_kernel(
             g = dy
             if HAS_WEIGHT:
                 g = dy * w[None, :]
-            g_mean = (tl.sum(g, 1) / H)[:, None]
+            g_mean = (tl.sum(g, 1) / H)[:, None]  # the gradient of the mean that was subtracted
             dx = rstd * (g - g_mean - xhat * (tl.sum(g * xhat, 1) / H)[:, None])
             tl.store(dx_ptr + rows[:, None] * H + cols[None, :], dx, mask=mask)
     share_ptr += pid * H + cols
     if NEEDS_DW:
         tl.store(share_ptr, tl.sum(dw, 0), mask=cols < H)
-        share_ptr += tl.num_programs(0) * H
+        share_ptr += tl.num_programs(0) * H  # all programs' shares of dw lie before those of db
     if NEEDS_DB:
         tl.store(share_ptr, tl.sum(db, 0), mask=cols < H)
 

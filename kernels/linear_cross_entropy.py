@@ -12,9 +12,10 @@ Method    The loss is the last thing a model computes, so the forward can comput
           nothing if that is 1.
           With recompute, the forward only takes each row's statistics, tile by tile of the vocabulary, and the backward
           computes the tiles again: four products, nothing held in between, and an upstream gradient for each token's
-          loss. A tile's logits lie in the memory of the weight's gradient: in the rows after the tile's, which get
-          their gradient later. The sums of the hidden states' gradient are rounded in place. A weight that is frozen,
-          adapted or of another dtype than the products takes a workspace the size of the hidden states.
+          loss. A tile's logits are stored in the part of the weight's gradient that later tiles overwrite, so
+          computing them again needs no extra memory. The sums of the hidden states' gradient are rounded in place. A
+          weight that is frozen, adapted or of another dtype than the products takes a workspace the size of the hidden
+          states.
 Numerics  logits in the products' dtype, softmax and sums in fp32, the logits' gradient rounded once to the products'
           dtype. The weight's gradient is rounded once a chunk up to 16 chunks; beyond, it is summed in fp32.
 Traffic   per logit: 2 reads and 2 writes by the kernel and the first product, 2 reads by the other two
@@ -145,8 +146,8 @@ class LinearCrossEntropy(LinearLoss):
 
     def _takes_gradient(self, head: LinearHead, needs: NeededGradients) -> bool:
         """Whether logits may lie in the weight's gradient. (Rows of a weight in another dtype are cast elsewhere.)"""
-        alone = head.low is None and head.weight.dtype == head.dtype
-        return needs.weight and alone and self.how.workspace_mb is None and self.rows.count > 0
+        plain = head.low is None and head.weight.dtype == head.dtype
+        return needs.weight and plain and self.how.workspace_mb is None and self.rows.count > 0
 
     def _tiles(self, head: LinearHead, needs: NeededGradients, spare: int = 0) -> tuple[ChunkPlan, Tensor]:
         """Return (plan, workspace of a tile)."""

@@ -18,7 +18,7 @@ A teacher_share a < 1 replaces the teacher's logits t everywhere by (1 - a) s + 
 
 Shapes    hidden: (N, Hs)  weight: (Vs, Hs)  teacher_hidden: (N, Ht)  teacher_weight: (Vt, Ht)  labels: (N,)
 Vocabulary  the first V = min(Vs, Vt, vocab_size) rows of each head. Rows beyond are padding and take no part. Nor does
-          a token whose logits are -inf on both sides. If they are -inf on one side alone, and the other side gives the
+          a token whose logits are -inf on both sides. If they are -inf on only one side, and the other side gives the
           token more than 1e-10 of its mass, the KL from the other side is infinite.
 Method    as in linear_cross_entropy.py, with a second workspace for the teacher's logits: four products in total. The
           row kernel makes one pass for all statistics, one more for all kinds but the KLs, and one
@@ -186,7 +186,7 @@ def linear_divergence(
         alpha: in [0, 1), of the skewed KLs: the share of p in skew_kl's m, and of q in skew_reverse_kl's. At 0 they are
             the forward and the reverse KL.
         teacher_share: in [0, 1], the teacher's share in the logits that the student is compared with, see the top of
-            this file; the rest is the student's own. 1: the teacher alone. The result's fields at temperature 1 always
+            this file; the rest is the student's own. 1: only the teacher. The result's fields at temperature 1 always
             use the real teacher.
         parallel: how the rows of the student's head lie on the ranks of a group; see `linear_cross_entropy`.
         teacher_parallel: how those of the teacher's head lie, on the same group and in the same ranges of rows. Without

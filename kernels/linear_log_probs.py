@@ -1,4 +1,4 @@
-"""Log-probabilities of labels under a linear head, each with a gradient of its own, without the logits of the batch.
+"""Log-probabilities of labels under a linear head, each with its own gradient, without the logits of the batch.
 
     x = transform(hidden @ weight.T + bias + lora) / temperature          transform: scale, then softcap (_logits.py)
     log_prob = x[label] - lse      d log_prob / dx_j = [j = label] - q_j           lse = log sum_j e^x_j, q = softmax(x)
@@ -6,7 +6,7 @@
 
 Shapes    hidden: (N, H)  weight: (V, H)  labels: (N,) int64  bias: (V,)
 Method    What preference optimisation and reinforcement learning minimise is a function of these values, so each
-          token's upstream gradient is known in the backward only. The forward keeps the values alone; the backward
+          token's upstream gradient is known in the backward only. The forward keeps only the values; the backward
           computes each chunk's logits again, and one kernel turns them into their gradient in place. That makes four
           products. If only hidden needs a gradient (a frozen head, as with LoRA), the forward computes d log_prob /
           d hidden of each row, and the backward multiplies it by the row's upstream gradient: two products. A gradient
@@ -14,7 +14,7 @@ Method    What preference optimisation and reinforcement learning minimise is a 
 Numerics  as linear_cross_entropy.py. The frozen head's direction is rounded once to hidden's dtype, then multiplied.
 Traffic   per logit: 2 reads and 2 writes by the kernels and the first products, 2 reads by the other two
 Source    chunks and rows: linear_cross_entropy.py; gradients by recomputed tiles: TRL's ChunkedLogProbFunction;
-          mean logit without a pass of its own: label smoothing (Szegedy et al. 2016, arXiv:1512.00567)
+          mean logit without another pass: label smoothing (Szegedy et al. 2016, arXiv:1512.00567)
 """
 
 from dataclasses import dataclass, replace
@@ -75,7 +75,7 @@ def linear_log_probs_reference(
 
 def stored_log_probs(
     logits: Tensor, labels: Tensor, ignore_index: int | None = -100, mean_logits: bool = False
-) -> LogProbs:  # fmt: skip
+) -> LogProbs:
     """Return the values of logits (N, V) that are there, in plain torch and in their dtype."""
     kept = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
     log_probs = F.log_softmax(logits, -1)
@@ -262,7 +262,7 @@ def _opaque(
     temperature: float, mean_logits: bool, vocab: int, workspace_mb: float | None,
     accumulate_dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    """Return the values (fields, N). `dtype` is that of the products: autocast is off when this runs."""
+    """Return the values (fields, N). `dtype`: of the products; autocast is off when this runs."""
     head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
     arguments = scale, softcap, temperature, mean_logits, vocab, workspace_mb, accumulate_dtype
     return _values(head, labels, None, ignore_index, *arguments).values(head, False)[0].contiguous()

@@ -16,17 +16,17 @@ Tails     The right one depends on where the entries come from.
           with the rest lumped together: never above the full one, equal to it at K = V, and 0 for a student that equals
           its teacher.
           none: ids DRAWN from the teacher, log_probs = log(count / n) after n draws (or the logs of importance
-          weights). The expected gradient is then that of the full forward KL, and the loss estimates its
+          weights). The expected gradient is then the full forward KL's, and the loss estimates its
           cross-entropy part without bias; it subtracts the sample's own entropy, a constant. For the likeliest K it is
           biased: the optimum gives all other tokens probability 0.
           The likeliest K divided by their sum have that same optimum, so they are not offered.
 Kinds     With the bucket both sides are distributions over K + 1 outcomes, and any divergence of these is determined:
           a lower bound of the full one, as the forward KL is, and 0 for a student that equals its teacher. R is then at
           least 2^-24, since log-probabilities in fp32 tell no less, and a reverse KL would be infinite. Draws (tail
-          none) determine the forward KL alone.
+          none) determine only the forward KL.
 Shapes    hidden: (N, H)  weight: (V, H)  ids, log_probs: (N, K)  labels, token_weight: (N,)  bias: (V,)
 Method    as in linear_cross_entropy.py: three products, gradients in the forward. _sparse_rows.py computes the rows.
-Numerics  logits in the products' dtype; softmax and sums in fp32. 1 - Q is a sum over the rest alone, so log(1 - Q)
+Numerics  logits in the products' dtype; softmax and sums in fp32. 1 - Q is a sum over only the rest, so log(1 - Q)
           is right even if Q is 1 to rounding. A cache's rounding may bring P above 1: then R is 0, and value and
           gradient still follow the formula. If ids cover the whole vocabulary there is no rest, and R is 0.
 Traffic   per logit as in linear_cross_entropy.py; per row K ids and log-probabilities more
@@ -89,7 +89,7 @@ class LinearSparseDivergence(NamedTuple):
     entropy: Tensor  # (N,) the student's entropy, at temperature 1
     is_top1: Tensor  # (N,) bool, whether the student finds no token likelier than the label
     teacher_mass: Tensor  # (N,) P, the teacher's probability that the K entries cover
-    agrees: Tensor  # (N,) bool, whether the student finds no token likelier than that of top_ids
+    agrees: Tensor  # (N,) bool, whether the student finds no token likelier than the one of top_ids
     # {name: (N,)} of each kind in `kind`, without its weight, at the loss's temperature, times T^2 if the loss is.
     terms: dict[str, Tensor]
 

@@ -54,7 +54,7 @@ from ._logits import LogitTransform, check_scalars, entropy_of, transform
 
 __all__ = ["LinearUld", "Lora", "linear_uld", "linear_uld_reference", "uld_reference"]
 
-SORTED_BYTES = 2**28  # that sorting may take beside the workspace
+SORTED_BYTES = 2**28  # that sorting may take besides the workspace
 BYTES_A_NUMBER = 48  # sorted probabilities of both sides, their places and differences, and torch.sort's own memory
 FIELDS = ("loss", "uld", "log_prob", "entropy", "is_top1")
 
@@ -307,7 +307,7 @@ def linear_uld(
         scale_by_temperature_squared: multiply the distance, value and gradient, by temperature^2.
         token_weight, reduction, rows, recompute, accumulate_dtype, overwrite_hidden: see `linear_divergence`.
         vocab_size, teacher_vocab_size: the real vocabularies, if a head is padded beyond its own.
-        workspace_mb: MiB for both chunks of logits. Sorting takes up to 256 MiB beside them.
+        workspace_mb: MiB for both chunks of logits. Sorting takes up to 256 MiB more.
         lora, teacher_lora: low-rank additions to each head, see `linear_cross_entropy`.
 
     Returns:

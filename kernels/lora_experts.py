@@ -47,7 +47,7 @@ def _runs_grouped(x: Tensor, y: Tensor, *sizes: int) -> bool:
     """Whether torch's grouped product takes these: bf16 on a GPU since Ampere, sizes that 8 divides (16 bytes)."""
     if not x.is_cuda or torch.version.hip or not hasattr(F, "grouped_mm") or not len(x):
         return False
-    if torch.cuda.get_device_capability(x.device) < (8, 0):
+    if torch.cuda.get_device_capability(x.device) < (8, 0):  # torch's grouped product needs bf16 tensor cores
         return False
     return x.dtype == y.dtype == torch.bfloat16 and not any(size % 8 for size in sizes)
 
@@ -75,6 +75,7 @@ def outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     """Return (E, K, N): x^T y over the rows of each expert, 0 for one without rows."""
     if _runs_grouped(x, y, x.shape[1], y.shape[1]):
         out = F.grouped_mm(x.t(), y, offs=ends)
+        # torch leaves the memory of experts without rows as it was.
         empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
         return out.masked_fill_(empty[:, None, None], 0)
     out = x.new_zeros(len(ends), x.shape[1], y.shape[1])
@@ -90,18 +91,19 @@ def _add_kernel(
 ):  # fmt: skip
     blocks = tl.cdiv(N, COLUMNS)
     tile, cols = tl.program_id(0) // blocks, (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    # Every program works out by itself which tile it has: how many tiles an expert has is known only on the device.
     experts = tl.arange(0, EXPERTS)
     end = tl.load(ends_ptr + experts, mask=experts < E, other=0)
     begin = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < E), other=0)
     tiles = (end - begin + ROWS - 1) // ROWS
-    upto = tl.cumsum(tiles, 0)
+    upto = tl.cumsum(tiles, 0)  # tiles of the experts up to each
     mine = (tile >= upto - tiles) & (tile < upto)  # at most one expert's
     expert = tl.sum(tl.where(mine, experts, 0), 0).to(tl.int64)
-    stop = tl.sum(tl.where(mine, end, 0), 0)
+    stop = tl.sum(tl.where(mine, end, 0), 0)  # a sum with one term picks it
     first = tl.sum(tl.where(mine, begin + (tile - (upto - tiles)) * ROWS, 0), 0)
     rows = (first + tl.arange(0, ROWS)).to(tl.int64)
     mask = (rows[:, None] < stop) & (cols[None, :] < N)
-    at = y_ptr + rows[:, None] * N + cols[None, :]
+    at = y_ptr + rows[:, None] * N + cols[None, :]  # a program without a tile has stop = 0, and writes nothing
     y = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if t_ptr is not None:
         ranks = tl.arange(0, RANK)
@@ -133,7 +135,7 @@ def add(y: Tensor, t: Tensor | None, b: Tensor | None, bias: Tensor | None, ends
 
     Args:
         y: (S, N), contiguous.
-        t: (S, R), contiguous, in y's dtype, or None to add the bias alone.
+        t: (S, R), contiguous, in y's dtype, or None to add only the bias.
         b: (E, N, R), of any strides, or None as t.
         bias: (E, N) or None.
     """
@@ -153,15 +155,14 @@ def add(y: Tensor, t: Tensor | None, b: Tensor | None, bias: Tensor | None, ends
 
 
 @triton.jit
-def _combine_kernel(
-    y_ptr, place_ptr, weight_ptr, ends_ptr, out_ptr, H, E, TOP: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _combine_kernel(y_ptr, place_ptr, weight_ptr, ends_ptr, out_ptr, H, E, TOP: tl.constexpr, BLOCK: tl.constexpr):
     blocks, stop = tl.cdiv(H, BLOCK), tl.load(ends_ptr + E - 1)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(TOP):
         row = tl.load(place_ptr + token * TOP + k).to(tl.int64)
+        # Rows from `stop` on are of no expert: their memory was never written.
         y = tl.load(y_ptr + row * H + cols, mask=cols < tl.where(row < stop, H, 0), other=0.0).to(tl.float32)
         if weight_ptr is not None:
             y *= tl.load(weight_ptr + token * TOP + k).to(tl.float32)
@@ -228,6 +229,7 @@ class _Low(NamedTuple):
     def of(cls, layer: StackedProjection, dtype: torch.dtype) -> "_Low":
         if layer.a is None or layer.b is None:
             return cls(None, None)
+        # grouped products read 16 bytes at a time
         missing = multiple_of_8(layer.a.shape[1]) - layer.a.shape[1] if dtype == torch.bfloat16 else 0
         a, b = _cast(layer.a, dtype), _cast(layer.b, dtype)
         return cls(F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else cls(a, b)
@@ -249,17 +251,18 @@ class _Order(NamedTuple):
 
     @classmethod
     def of(cls, index: Tensor, experts: int) -> "_Order":
+        # stable: the same order, and so the same sums, every time
         ids, pair = torch.sort(index.flatten().to(torch.int32), stable=True)
         place = torch.empty_like(pair).scatter_(0, pair, torch.arange(len(pair), device=pair.device))
+        # One search counts the rows of every expert; `bincount` would make the host wait.
         last = torch.arange(experts, dtype=torch.int32, device=ids.device)
         ends = torch.searchsorted(ids, last, right=True, out_int32=True)
         return cls(pair // max(index.shape[1], 1), pair, place.view(index.shape), ends)
 
 
 def lora_experts_reference(
-    x: Tensor, index: Tensor, weights: Tensor, gate_up: StackedProjection, down: StackedProjection, *,
-    gate: Gate = SILU,
-) -> Tensor:  # fmt: skip
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: StackedProjection, down: StackedProjection, *, gate: Gate = SILU
+) -> Tensor:
     """Compute `lora_experts` in plain torch, expert by expert."""
     first, last = gate_up.dense(), down.dense()
     dtype, wide = first.dtype, torch.promote_types(first.dtype, torch.float32)
@@ -288,7 +291,7 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None, low: _Low, ends: Te
 
 
 def _input_gradient(dy: Tensor, weight: Tensor, low: _Low, ends: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return (the gradient of the layer's input, dy B, which is that of x A^T)."""
+    """Return (the gradient of the layer's input, dy B, which is the gradient of x A^T)."""
     dx = grouped(dy, weight, ends)
     if low.a is None or low.b is None:
         return dx, None
@@ -320,11 +323,12 @@ class LoraExpertsFunction(torch.autograd.Function):
         gate_up, down = ctx.layers
         dy = dy.to(packed.dtype)
         dys = dy.index_select(0, order.token)  # not weighted yet: dw needs it so
-        factors = weights.flatten()[order.pair]
+        factors = weights.flatten()[order.pair]  # (S,), of the sorted rows
         dh, du = _input_gradient(dys, down.dense(), low_down, order.ends)
         keeps = graph_is_kept()
+        # the graph is kept: another backward will read `packed`
         dpacked = torch.empty_like(packed) if keeps else packed
-        h = dh if need_low[2] else None
+        h = dh if need_low[2] else None  # written over dh, by threads that have read it
         dw_rows = backward(dh, packed, None, ctx.gate, dpacked, None, factors, h)
         da2, db2 = _adapter_gradients(du, h, dys, u, factors, order.ends, need_low[2:])
         del dys, dh, h
@@ -378,9 +382,8 @@ def _fitted(gradient: Tensor | None, parameter: tuple[torch.Size, torch.dtype] |
 
 
 def lora_experts(
-    x: Tensor, index: Tensor, weights: Tensor, gate_up: StackedProjection, down: StackedProjection, *,
-    gate: Gate = SILU,
-) -> Tensor:  # fmt: skip
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: StackedProjection, down: StackedProjection, *, gate: Gate = SILU
+) -> Tensor:
     """Compute each token's weighted sum over its experts, which are frozen, with or without LoRA adapters.
 
     Differentiable once, in x, weights and the adapters. bf16 experts on a GPU are grouped products, and the host never

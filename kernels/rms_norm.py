@@ -122,7 +122,7 @@ def norm_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, ca
     N = x.numel() // H
     rows, stride = rows_of(x)
     y = empty(x, out_dtype(x, weight, cast_before_weight))
-    rstd = vector(N, x)
+    rstd = vector(N, x)  # fp32, one a row: all that the backward needs besides x
     launch = _forward_launch(N, H, stride, eps, offset, weight is not None, cast_before_weight, forward_config(H))
     launch(rows, None if weight is None else weight.contiguous(), y, rstd)
     return y, rows, rstd
@@ -135,6 +135,7 @@ def _backward_launch(
 ) -> Launch:  # fmt: skip
     block, tile, warps, per_multiprocessor, stages = config
     tiles = -(-N // tile)
+    # With dw few programs walk over many tiles, so that few shares are left to sum.
     programs = programs_for(tiles, multiprocessors * per_multiprocessor) if needs_dw else tiles
     return Launch(
         _backward_kernel, (programs,), *strides, N, H, offset,
@@ -157,7 +158,7 @@ def rms_norm_backward(
         N, H, (stride_dy, stride_x, stride_add), offset, weight is not None, add is not None, needs_dx, needs_dw,
         backward_config(H, x.element_size()), multiprocessors(dy.device),
     )  # fmt: skip
-    shares = vector(launch.grid[0] * H, dy) if needs_dw else None
+    shares = vector(launch.grid[0] * H, dy) if needs_dw else None  # a program's part of dw each
     launch(dy_rows, x, None if weight is None else weight.contiguous(), rstd, add_rows, dx, shares)
     return dx, None if shares is None or weight is None else sum_programs(shares, H, weight.dtype)[0]
 

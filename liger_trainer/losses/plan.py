@@ -81,11 +81,11 @@ class LossType:
 
 
 # What the divergences' options are: their rule in an entry, and the scalar of the whole configuration that they set.
-_OPTIONS = {"beta": (SHARE, "beta"), "alpha": (BELOW_ONE, "skew_alpha")}
+_OPTIONS: dict[str, tuple[Rule, str]] = {"beta": (SHARE, "beta"), "alpha": (BELOW_ONE, "skew_alpha")}
 
 
-def _divergence(options: tuple[str, ...]) -> LossType:
-    rules, scalars = ({name: _OPTIONS[name][i] for name in options} for i in range(2))
+def _divergence(names: tuple[str, ...]) -> LossType:
+    rules, scalars = {name: _OPTIONS[name][0] for name in names}, {name: _OPTIONS[name][1] for name in names}
     return LossType("divergence", rules, scalars, ("temperature", *scalars.values()))
 
 

@@ -25,7 +25,7 @@ from liger_trainer.kernels._linear_loss import (
     Execution,
     row_plan,
     tile_plan,
-    tiles_beside_gradient,
+    tiles_in_gradient,
     workspace,
 )
 from liger_trainer.kernels._triton import use_triton
@@ -85,7 +85,7 @@ def test_tiles_cover_the_logits_once_within_the_workspace(count, vocab, hidden_s
     "count, vocab, row_bytes", [(1, 1, 2), (100, 5000, 128), (8192, 151936, 4096), (65536, 32000, 4096)]
 )
 def test_tiles_beside_the_gradient_fit_behind_them_or_are_small(count, vocab, row_bytes):
-    tiles = list(tiles_beside_gradient(count, vocab, 2, row_bytes))
+    tiles = list(tiles_in_gradient(count, vocab, 2, row_bytes))
     covered: dict[int, int] = {}
     words = 0
     for rows, columns in tiles:

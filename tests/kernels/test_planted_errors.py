@@ -128,12 +128,11 @@ EQUIVALENT = {
     "first_pass: t_top = zero - 1e+30": TOP,
     "first_pass: t_at_s_top = zero - 1e+30": TOP,
     "divergence_rows: padded = -(-vocab // 16) * 16": BEYOND,
-    "second_pass: V = sides[9]": BEYOND,
-    "write_gradient: V, padded = (sides[9], sides[10]) [1]": BEYOND,
+    "divergence_kernel: means = (0.0, reverse_T) [0]": "the forward KL's gradient subtracts no mean",
     "write_metrics: return (s_max, t_max, s_lse, t_lse, forward, reverse) [0]": "what a sum is scaled by, and back",
     "divergence_rows: argument ALIASED": "a barrier, which the interpreter does not need",
     "first_pass: u_top = zero - 1e+30": TOP,
-    "take: return x if rows.index is None else x.index_select(0, rows.index)": LABELS,
+    "gather_rows: return x if rows.index is None else x.index_select(0, rows.index)": LABELS,
     "_gatherable: return labels if targets.ignore_index is None else labels.where(labels != targets.ignore_index, 0)": (
         LABELS
     ),
