@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: what the site has beside the pages of this folder.
+"""Hooks of mkdocs: what the site has besides the pages of this folder.
 
     start, contributing, changelog, security   the files at the top of the repository
     api/*                                      the public names, documented from their docstrings

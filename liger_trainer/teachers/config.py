@@ -110,7 +110,7 @@ class TeacherConfig:
         teacher_column: the column that names the teacher of each row. Without it every teacher teaches every row, and
             the divergences are added up, each times its weight.
         teacher_prompt, teacher_prompt_column: what the teacher reads before each row and the student does not, or the
-            column of the rows that has it (docs/teachers.md).
+            column of the rows that has it (docs/extras.md).
         teacher_tokenizer_name_or_path: where the teacher's tokenizer is, if not beside the teacher.
         teacher_dtype: dtype of the teacher's weights. Default: that of the run.
         teacher_load_in_4bit, teacher_load_in_8bit: quantise its weights with bitsandbytes.

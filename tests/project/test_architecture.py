@@ -1,4 +1,4 @@
-"""The shape of the house: tests mirror the packages, and nothing grows unnoticed."""
+"""The shape of the code: tests mirror the packages, the documentation lists them, and nothing grows unnoticed."""
 
 import ast
 import re
@@ -7,22 +7,22 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "liger_trainer"
 LINKS = {"kernels", "recipes", "configs"}
-ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - LINKS
+PACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - LINKS
 FILE_LINES, FUNCTION_LINES = 520, 60
 TRAINERS, TRAINER_LINES = {"liger_trainer/trainers/sft_trainer.py", "liger_trainer/trainers/distill_trainer.py"}, 700
 
 
-def test_folders_of_tests_mirror_the_rooms():
+def test_folders_of_tests_mirror_the_packages():
     other = {"kernels", "benchmarks", "project", "regressions", "engines", "support"}
     folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("*.py"))} - {"__pycache__"}
-    assert folders <= ROOMS | other
+    assert folders <= PACKAGES | other
     assert {"losses", "trainers", "kernels"} <= folders
 
 
 def test_the_documentation_lists_the_packages():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     listing = page.partition("## The packages")[2].split("```")[1]
-    assert set(re.findall(r"^(\w+)/", listing, flags=re.M)) == ROOMS
+    assert set(re.findall(r"^(\w+)/", listing, flags=re.M)) == PACKAGES
 
 
 def test_no_file_or_function_grows_unnoticed():

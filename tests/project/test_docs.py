@@ -387,3 +387,32 @@ def test_links_lead_somewhere(page):
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{page.name}: {target}"
         assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+ABOUT_CODE = ["CONTRIBUTING.md", *(f"docs/{name}.md" for name in ("architecture", "how-it-works", "kernels", "lora"))]
+ABOUT_CODE += sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs/extending").glob("*.md"))
+NAME = re.compile(r"[A-Za-z_]\w*_\w+")  # a word with an underscore is a name of somebody's code
+
+
+@pytest.fixture(scope="module")
+def names_in_code() -> set[str]:
+    files = [path for name in ("liger_trainer", "kernels", "tests", "benchmarks") for path in (ROOT / name).rglob("*")]
+    paths = {part for path in files for part in path.relative_to(ROOT).with_suffix("").parts}
+    return paths.union(*(NAME.findall(path.read_text(encoding="utf-8")) for path in files if path.suffix == ".py"))
+
+
+@pytest.mark.parametrize("page", ABOUT_CODE)
+def test_names_in_the_text_are_in_the_code(page, names_in_code):
+    """On the pages that speak about the code, so that a name that was changed is found there too."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    code = "\n".join(blocks(ROOT / page, r'\w+(?: title="[^"]+")?'))
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    named = {name for span in spans for name in NAME.findall(span)}
+    assert named - names_in_code - set(NAME.findall(code)) == set()
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    linked = {(ROOT / "docs" / target.partition("#")[0]).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", index)}
+    pages = [page for page in PAGES if page.parent == ROOT / "docs" and page.name != "README.md"]
+    assert [page.name for page in pages if page not in linked] == []

@@ -109,12 +109,12 @@ def files_below(folder: str, suffix: str) -> set[str]:
 def expected_files() -> set[str]:
     """What a wheel must hold, from what lies in the checkout."""
     package = ROOT / "liger_trainer"
-    rooms = [package, *(room for room in package.iterdir() if room.is_dir() and room.name not in FOLDERS)]
+    folders = [package, *(folder for folder in package.iterdir() if folder.is_dir() and folder.name not in FOLDERS)]
     own = {
         path.relative_to(ROOT).as_posix()
-        for room in rooms
+        for folder in folders
         for suffix in (".py", ".json", ".jinja", ".typed")
-        for path in (room.glob(f"*{suffix}") if room == package else room.rglob(f"*{suffix}"))
+        for path in (folder.glob(f"*{suffix}") if folder == package else folder.rglob(f"*{suffix}"))
         if "__pycache__" not in path.parts
     }
     return own.union(files_below("kernels", ".py"), files_below("recipes", ".py"), files_below("configs", ".yaml"))
