@@ -9,6 +9,10 @@ from typing import Any
 
 # what is set: the module below extras
 PLUGINS = {
+    "alm": "cross_tokenizer.spans",
+    "uld": "cross_tokenizer.teacher",
+    "teacher_prompt": "privileged",
+    "vocab_parallel": "vocab_parallel.heads",
     "qat": "qat",
     "vocab_parallel_trainer": "vocab_parallel.trainer",
 }

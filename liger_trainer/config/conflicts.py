@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.options import Conflict, Fact, OptionValues, clashes, conflicts_of, equals, given, on, without
-from ..losses.config import LossConfig
+from ..losses.plan import LossConfig
 from ..teachers.config import (
     CACHE,
     PLACEMENT,

@@ -19,8 +19,7 @@ from ..common.files import DEFAULTS
 from ..errors import ConfigError, LigerTrainerError
 from ..secrets import names_a_secret, redact, redacted, remember_settings
 from .catalogue import find_config
-from .check import RECIPE_DEFAULT, check
-from .places import ALLOW_ENV, needs_trust
+from .check import ALLOW_ENV, RECIPE_DEFAULT, check, needs_trust
 from .schema import Schema, shipped_schema
 from .settings import Finding, Setting, in_order
 

@@ -27,8 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..common.console import announce, on_first_rank
-from ..common.files import sha256, write_atomically
-from ..common.storage import writing_to
+from ..common.files import sha256, write_atomically, writing_to
 from ..errors import ConfigError
 from ..teachers.cache.hidden import HEAD
 from ..teachers.cache.reader import HiddenReader

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from ..common.console import announce
 from ..errors import ConfigError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
-from ..patching.document_leaks import PackedRows
 from ..patching.options import PatchOptions
+from ..patching.packing.document_leaks import PackedRows
 from ..patching.patcher import patched_record
 from ..teachers.base import patch_layers
 from ..teachers.cache.reader import HiddenReader, Reader, TeacherReader

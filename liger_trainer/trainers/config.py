@@ -9,8 +9,7 @@ from trl import SFTConfig
 
 from ..common.options import OptionValues, check_options, option
 from ..common.weights import ALLOW_MISSING_WEIGHTS
-from ..losses.config import LossConfig
-from ..losses.plan import LossPlan, plan_of, without_effect
+from ..losses.plan import LossConfig, LossPlan, plan_of, without_effect
 from ..losses.spec import Distillation, distillation_of
 from ..teachers.config import SAMPLES, TeacherConfig
 from .best_metric import choose_direction

@@ -21,9 +21,9 @@ from ..losses.hidden_states import HiddenLosses
 from ..losses.model_parts import head_rows
 from ..losses.plan import SKEW_ALPHA, plan_of, without_effect
 from ..losses.spec import Logits, LossOptions, distillation_of
-from ..losses.token_output import TokenLossOutput
-from ..patching.document_leaks import PackedRows
-from ..patching.packed_attention import KIND
+from ..losses.teacher_answer import TokenLossOutput
+from ..patching.packing.document_leaks import PackedRows
+from ..patching.packing.packed_attention import KIND
 from ..patching.patcher import Patched, PatchOptions, base_of, patched_record
 from ..teachers.base import check_apart, patch_layers, teacher_logits
 from ..teachers.fingerprints import describe_frozen_model
@@ -60,7 +60,7 @@ class DistillationCallback(TrainerCallback):
             one whose state is not finite.
         teacher: the teacher, once training has begun.
 
-    Adds to the logs what `LigerDistillTrainer` logs about the teacher; docs/ways-in.md says whom they reach.
+    Adds to the logs what `LigerDistillTrainer` logs about the teacher; docs/patching.md says whom they reach.
 
     Raises:
         ValueError: a value out of range, or a loss that is not known.

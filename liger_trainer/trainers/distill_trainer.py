@@ -20,7 +20,7 @@ from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG
 from ..errors import ConfigError, TeacherServerError
 from ..losses.spec import LossOptions
-from ..losses.token_output import TokenLossOutput
+from ..losses.teacher_answer import TokenLossOutput
 from ..patching.patcher import Patched, base_of
 from ..teachers.factory import GivenTeacher, make_teacher
 from ..teachers.model import ModelTeacher

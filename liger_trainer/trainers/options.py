@@ -205,7 +205,7 @@ class StepConfig:
             no MLP can, that is an error. Experts of a mixture keep theirs.
         vocab_parallel: whether the rows of the output head, of student and teacher, stay on their ranks under FSDP2
             while the loss is computed. "auto": where that moves fewer numbers than gathering the head, and nothing is
-            against it. "always": what is against it is an error. "never". See docs/vocabulary-parallel.md.
+            against it. "always": what is against it is an error. "never". See docs/extras.md.
     """
 
     attention: str = option(

@@ -14,9 +14,9 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..errors import ConfigError
-from ..patching.packed_attention import OF_SLICES
+from ..patching.packing.packed_attention import OF_SLICES
+from ..patching.packing.ulysses import implementations_of, obstacle_to_slices
 from ..patching.patcher import base_of
-from ..patching.ulysses import implementations_of, obstacle_to_slices
 from .host import TrainerHost
 
 

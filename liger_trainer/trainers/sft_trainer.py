@@ -22,9 +22,9 @@ from ..common.console import announce
 from ..errors import ConfigError
 from ..losses.model_parts import output_module
 from ..losses.spec import IGNORE_INDEX, LossOptions, TokenWeights
-from ..losses.token_output import TokenLossOutput
-from ..patching.document_leaks import PackedRows, read_packed_rows
-from ..patching.document_mask import documents_come_along, padded_on_the_right
+from ..losses.teacher_answer import TokenLossOutput
+from ..patching.packing.document_leaks import PackedRows, read_packed_rows
+from ..patching.packing.document_mask import documents_come_along, padded_on_the_right
 from ..patching.patcher import base_of, patched_record
 from ..plugins import QUANTISED, TrainerPlugin, of_trainer
 from .best_metric import correct_guess, follow_direction

@@ -15,8 +15,8 @@ from ..common.module_walks import without_walks
 from ..common.replacements import Replacements
 from ..errors import ConfigError
 from ..losses.spec import IGNORE_INDEX
-from ..patching.call_structure import NotCapturable
-from ..patching.cuda_graphs import GraphedLayers
+from ..patching.graphs.cuda_graphs import GraphedLayers
+from ..patching.graphs.layer_graphs import NotCapturable
 from ..patching.patcher import base_of
 from .host import TrainerHost
 from .options import ALWAYS, AUTO, NEVER

@@ -18,7 +18,7 @@ from liger_trainer.config.run_config import check_text
 from liger_trainer.config.schema import shipped_schema, shipped_text
 from liger_trainer.config.yaml_reader import parse_yaml
 from liger_trainer.errors import ConfigError
-from liger_trainer.losses.config import LossConfig
+from liger_trainer.losses.plan import LossConfig
 from liger_trainer.teachers.config import TeacherConfig
 from liger_trainer.trainers.config import LigerConfig, LigerDistillConfig
 from liger_trainer.trainers.options import SamplingConfig

@@ -12,8 +12,8 @@ from tiny import assert_same_gradients, texts, tiny_model, tiny_tokenizer, train
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.errors import ConfigError
+from liger_trainer.extras.vocab_parallel.heads import ShardedHead, keep_sharded, kept_sharded, obstacle
 from liger_trainer.extras.vocab_parallel.trainer import shard_head, why_whole_head
-from liger_trainer.losses.sharded_heads import ShardedHead, keep_sharded, kept_sharded, obstacle
 from liger_trainer.trainers.config import LigerConfig
 
 DTENSORS = importlib.util.find_spec("transformers.distributed.tensor_parallel") is not None

@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "liger_trainer"
 LINKS = {"kernels", "recipes", "configs"}
 ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - LINKS
-FILE_LINES, FUNCTION_LINES = 460, 60
+FILE_LINES, FUNCTION_LINES = 520, 60
 TRAINERS, TRAINER_LINES = {"liger_trainer/trainers/sft_trainer.py", "liger_trainer/trainers/distill_trainer.py"}, 700
 
 
@@ -19,9 +19,9 @@ def test_folders_of_tests_mirror_the_rooms():
     assert {"losses", "trainers", "kernels"} <= folders
 
 
-def test_the_documentation_lists_the_rooms():
+def test_the_documentation_lists_the_packages():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    listing = page.partition("## The rooms")[2].split("```")[1]
+    listing = page.partition("## The packages")[2].split("```")[1]
     assert set(re.findall(r"^(\w+)/", listing, flags=re.M)) == ROOMS
 
 

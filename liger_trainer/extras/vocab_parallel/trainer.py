@@ -14,12 +14,12 @@ from ...common.console import announce
 from ...common.replacements import Replacements
 from ...errors import ConfigError
 from ...losses.model_parts import head_rows, output_module
-from ...losses.sharded_heads import is_tensor_parallel, keep_sharded, obstacle
 from ...patching.patcher import base_of
 from ...plugins import TrainerPlugin
 from ...teachers.model import ModelTeacher
 from ...trainers.host import TrainerHost
 from ...trainers.options import ALWAYS, AUTO, NEVER
+from .heads import is_tensor_parallel, keep_sharded, obstacle
 
 
 def shard_head(trainer: TrainerHost, wanted: str) -> None:

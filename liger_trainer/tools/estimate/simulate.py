@@ -24,8 +24,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from ...common.weights import auto_class
 from ...errors import ConfigError
 from ...losses.spec import LossOptions
-from ...patching.call_structure import NotCapturable
-from ...patching.cuda_graphs import layers_of, most_rows
+from ...patching.graphs.cuda_graphs import layers_of, most_rows
+from ...patching.graphs.layer_graphs import NotCapturable
 from ...patching.patcher import NothingToPatch, Patched, PatchOptions, base_of
 from ...plugins import load
 from ...teachers.adapters_off import without_adapters
