@@ -128,7 +128,7 @@ class LigerDistillTrainer(LigerTrainer):
         # Its completions are batched by the collator inside the teacher's.
         self._on_policy = OnPolicy(self, self._rows_collator) if args.samples or self.prompts_alone else None
         if not of_trl:  # whose own defaults are set here
-            for message in args.unused_fields(sampled=self._on_policy is not None):
+            for message in args.in_vain(sampled=self._on_policy is not None):
                 warnings.warn(message, stacklevel=2)
         self._source: str | None = None  # who wrote the completions of the micro-batch at hand, where some are sampled
 

@@ -160,7 +160,7 @@ class SamplingConfig:
     vllm_max_model_length: int | None = option(None, "Most tokens of prompt and completion in vLLM.", ge=1)
     vllm_tensor_parallel_size: int = option(1, "GPUs that vLLM spreads the student over.", ge=1)
 
-    def unused_fields(self, sampled: bool) -> Iterator[str]:
+    def in_vain(self, sampled: bool) -> Iterator[str]:
         """The fields that are set and that nothing reads, each with the reason."""
         for item in fields(SamplingConfig):
             why = without_effect(item.name, sampled, self.use_vllm)

@@ -101,7 +101,6 @@ class LigerTrainer(SFTTrainer):
 
     _tag_names = ["trl", "sft", "liger-trainer"]
     resumed_from: Path | None = None
-    _eval_prefix = "eval"
 
     def __init__(self, *args, on_non_finite: str | None = None, **kwargs):
         # Before SFTTrainer's own, which loads the model, makes adapters and prepares the rows.
