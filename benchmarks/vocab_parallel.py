@@ -28,7 +28,7 @@ from liger_trainer.kernels.linear_divergence import linear_divergence
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-LOSSES = ("ce", "forward_kl", "jsd", "adaptive_kl")
+LOSSES = ("ce", "forward_kl", "jsd")
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..common.options import OptionValues
 from ..common.value_rules import complaints, did_you_mean, read
+from ..kernels.divergence_kinds import REMOVED as REMOVED_KINDS
 from ..losses.plan import FIELDS, plan_of, without_effect
 from ..secrets import SECRET
 from .conflicts import (
@@ -158,6 +159,9 @@ def _wrong_types(settings: Mapping[str, Setting], keys: Mapping[str, Any]) -> It
         rule = keys[key].rule
         for path, message in complaints(read(setting.value, rule), rule):
             steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+            for kind, instead in REMOVED_KINDS.items():
+                if key == "losses" and f"'{kind}'" in message:
+                    message = f"{kind} was removed: {instead}."
             yield Finding(setting.place(path), key, f"{steps}: {message}" if steps else message)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..common.options import check_values
 from ..common.value_rules import ABOVE_ZERO, BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
-from ..kernels.divergence_kinds import KINDS
+from ..kernels.divergence_kinds import REMOVED, TABLE
 from .config import SKEW_ALPHA, LossConfig
 from .schedules import Schedule, Taid, schedules_of, taid_of
 
@@ -38,13 +38,18 @@ class LossType:
     scalars: tuple[str, ...] = ()
 
 
-_SKEWED = LossType("divergence", {"alpha": BELOW_ONE}, {"alpha": "skew_alpha"}, ("temperature", "skew_alpha"))
+# What the divergences' options are: their rule in an entry, and the scalar of the whole configuration that they set.
+_OPTIONS: dict[str, tuple[Rule, str]] = {"beta": (SHARE, "beta"), "alpha": (BELOW_ONE, "skew_alpha")}
+
+
+def _divergence(names: tuple[str, ...]) -> LossType:
+    rules, scalars = {name: _OPTIONS[name][0] for name in names}, {name: _OPTIONS[name][1] for name in names}
+    return LossType("divergence", rules, scalars, ("temperature", *scalars.values()))
+
+
 _HIDDEN = LossType("hidden", {"layers": LAYERS, "projector": {"type": "boolean"}})
 LOSS_TYPES: dict[str, LossType] = {
-    **{kind: LossType("divergence", scalars=("temperature",)) for kind in KINDS},
-    "jsd": LossType("divergence", {"beta": SHARE}, {"beta": "beta"}, ("temperature", "beta")),
-    "skew_kl": _SKEWED,
-    "skew_reverse_kl": _SKEWED,
+    **{kind.name: _divergence(kind.options) for kind in TABLE},
     "uld": LossType("uld", scalars=("temperature",)),
     "alm": LossType("alm", {"tau": ABOVE_ZERO}, {"tau": "alm_tau"}, ("alm_tau",)),
     "ce": LossType("ce"),
@@ -93,6 +98,8 @@ def listed_terms(losses: Any) -> tuple[LossTerm, ...]:
 
 def _term(entry: Any) -> LossTerm:
     kind = entry.get("type") if isinstance(entry, dict) else None
+    if isinstance(kind, str) and kind in REMOVED:
+        raise ValueError(f"losses: {kind} was removed: {REMOVED[kind]}.")
     if not isinstance(kind, str) or kind not in LOSS_TYPES:
         hint = did_you_mean(kind, LOSS_TYPES) if isinstance(kind, str) else ""
         raise ValueError(f"Each of losses needs a type out of {', '.join(LOSS_TYPES)}; got {entry!r}.{hint}")

@@ -261,7 +261,7 @@ def _lora_experts(draw: Draw) -> Tensors:
     return tensors
 
 
-def _with_list(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_list(function: Callable[..., Any]) -> Callable[..., Any]:
     """An op on a list of weights, as a function of each by its name, and of `<name>_bias`."""
 
     def called(x: Tensor, **tensors: Any) -> Any:
@@ -272,7 +272,7 @@ def _with_list(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _with_layer(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_layer(function: Callable[..., Any]) -> Callable[..., Any]:
     def called(x: Tensor, **tensors: Any) -> Any:
         of = layer(tensors)
         return function(x, of.weight, of.bias, of.adapters)
@@ -280,11 +280,11 @@ def _with_layer(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _with_layers(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_layers(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, **tensors: function(x, [layer(tensors, n) for n in "qkv" if f"{n}_weight" in tensors])
 
 
-def _with_mlp(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_mlp(function: Callable[..., Any]) -> Callable[..., Any]:
     """Without `up_weight` gate is packed."""
 
     def called(x: Tensor, **tensors: Any) -> Any:
@@ -295,11 +295,14 @@ def _with_mlp(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _with_experts(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_experts(function: Callable[..., Any]) -> Callable[..., Any]:
     def called(x: Tensor, index: Tensor, weights: Tensor, **tensors: Any) -> Any:
         options = {"gate": tensors["gate"]} if "gate" in tensors else {}
-        parts = ("weight", "bias", "a", "b")
-        layers = (StackedProjection(*(tensors.get(f"{n}_{part}") for part in parts)) for n in ("up", "down"))
+        parts = ("bias", "a", "b")
+        layers = (
+            StackedProjection(tensors[f"{n}_weight"], *(tensors.get(f"{n}_{part}") for part in parts))
+            for n in ("up", "down")
+        )
         return function(x, index, weights, *layers, **options)
 
     return called
@@ -387,7 +390,7 @@ CHECKS: tuple[Check, ...] = (
         ("gate", "up", "weight"),
     ),
     Check(
-        "gated_mlp", _with_list(gated_mlp), _with_list(gated_mlp_reference), _mlp_tensors, ("x", "gate", "up", "down")
+        "gated_mlp", with_list(gated_mlp), with_list(gated_mlp_reference), _mlp_tensors, ("x", "gate", "up", "down")
     ),
     Check(
         "activation_linear", activation_linear, lambda x, weight: F.linear(F.gelu(x), weight),
@@ -395,7 +398,7 @@ CHECKS: tuple[Check, ...] = (
         ("x", "weight"),
     ),
     Check(
-        "linears", _with_list(linears), _with_list(linears_reference),
+        "linears", with_list(linears), with_list(linears_reference),
         lambda draw: {**_rows("x")(draw), **{w: _weight(draw, *[draw.sizes.hidden] * 2) for w in ("q", "k")}},
         ("x", "q", "k"),
     ),
@@ -446,18 +449,18 @@ CHECKS: tuple[Check, ...] = (
         "gradient_norm", lambda **grads: gradient_norm([*grads.values()]),
         lambda **grads: gradient_norm_reference([*grads.values()]), _rows("first", "second"), (),
     ),
-    Check("lora_linear", _with_layer(lora_linear), _with_layer(lora_linear_reference), _lora, ("x", "a0", "b0")),
+    Check("lora_linear", with_layer(lora_linear), with_layer(lora_linear_reference), _lora, ("x", "a0", "b0")),
     Check(
-        "lora_linears", _with_layers(lora_linears), _with_layers(lora_linears_reference), _lora_linears,
+        "lora_linears", with_layers(lora_linears), with_layers(lora_linears_reference), _lora_linears,
         adapters_of("q", "k", "v"),
     ),
     Check(
-        "lora_experts", _with_experts(lora_experts), _with_experts(lora_experts_reference), _lora_experts,
+        "lora_experts", with_experts(lora_experts), with_experts(lora_experts_reference), _lora_experts,
         LORA_EXPERTS_LEAVES,
     ),
-    Check("lora_mlp", _with_mlp(lora_mlp), _with_mlp(lora_mlp_reference), _lora_mlp, LORA_MLP_LEAVES),
+    Check("lora_mlp", with_mlp(lora_mlp), with_mlp(lora_mlp_reference), _lora_mlp, LORA_MLP_LEAVES),
     Check(
-        "lora_mlp, remade", _with_mlp(partial(lora_mlp, remake=True)), _with_mlp(lora_mlp_reference), _lora_mlp,
+        "lora_mlp, remade", with_mlp(partial(lora_mlp, remake=True)), with_mlp(lora_mlp_reference), _lora_mlp,
         LORA_MLP_LEAVES,
     ),
 )  # fmt: skip

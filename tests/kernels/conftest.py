@@ -92,8 +92,8 @@ def tiled(monkeypatch) -> Callable[[str], None]:
 
     def of_path(path: str) -> None:
         set_path(monkeypatch, path, block=4)
-        monkeypatch.setattr(home("_chunking", "TILE_ROWS"), "TILE_ROWS", 4)
-        monkeypatch.setattr(home("_chunking", "CHUNK_ROWS"), "CHUNK_ROWS", (2, 4))
+        monkeypatch.setattr(home("_linear_loss", "TILE_ROWS"), "TILE_ROWS", 4)
+        monkeypatch.setattr(home("_linear_loss", "CHUNK_ROWS"), "CHUNK_ROWS", (2, 4))
 
     return of_path
 
@@ -110,7 +110,7 @@ class Products(list):
 
 @pytest.fixture
 def products(monkeypatch) -> Products:
-    made, module = Products(), home("_head", "addmm_into")
+    made, module = Products(), home("_linear_head", "addmm_into")
     project, addmm_into = module.project, module.addmm_into
 
     def spy_on_logits(x, w, out):

@@ -52,7 +52,7 @@ def over_columns(op: Callable) -> Callable:
 
 
 def calls(path: str) -> list[tuple[str, dict, dict, Any, dict]]:
-    """(op, tensors, options of ours alone, upstream gradient, options)."""
+    """(op, tensors, options that only ours takes, upstream gradient, options)."""
     found = []
 
     def call(op: str, tensors: dict, ours: dict | None = None, upstream: Any = 1.0, **options: Any) -> None:
@@ -68,8 +68,8 @@ def calls(path: str) -> list[tuple[str, dict, dict, Any, dict]]:
     given_weight = given | {"weight": torch.rand(9, generator=generator) + 0.5}
     token_weight = {"token_weight": torch.tensor([0.5, 2.0, 1.5])}
     mix = {"forward_kl": 0.5, "reverse_kl": 0.4, "jsd": 0.6}
-    ce_alone, smooth = {"ce_weight": 0.7}, {"label_smoothing": 0.3}
-    ce = {"z_loss": 0.05, **ce_alone}
+    only_ce, smooth = {"ce_weight": 0.7}, {"label_smoothing": 0.3}
+    ce = {"z_loss": 0.05, **only_ce}
     caps = {"softcap": 4.0, "teacher_softcap": 5.0, "scale": 1.3, "teacher_scale": 0.8}
     every = {"softcap": 4.0, "scale": 1.3, "temperature": 1.7, "z_loss": 0.1, **smooth}
     half, half_single = pair(dtype=torch.float16), single(dtype=torch.float16)
@@ -125,7 +125,7 @@ def calls(path: str) -> list[tuple[str, dict, dict, Any, dict]]:
     call("sparse", single(ignored=0.3) | cache, {"recompute": True}, 3.0)
     call(
         "sparse", single() | cache | token_weight | of_student, {"recompute": True}, EACH, reduction="none",
-        top_ids=torch.tensor([0, 4, 8]), **ce_alone,
+        top_ids=torch.tensor([0, 4, 8]), **only_ce,
     )  # fmt: skip
     return found
 
@@ -134,7 +134,7 @@ def wrong(path: str, number: int, monkeypatch, spoil: Callable = lambda op: op) 
     """The outputs and gradients of a call that are off, of `spoil(op)`."""
     device = set_path(monkeypatch, path, block=8)
     for name, value in {"LANES": 2, "TILE_ROWS": 4, "CHUNK_ROWS": (2,), "RESCALED": 4096}.items():
-        module = {"LANES": "_divergence_rows", "RESCALED": "_autograd"}.get(name, "_chunking")
+        module = {"LANES": "_divergence_kernels", "RESCALED": "_autograd"}.get(name, "_linear_loss")
         monkeypatch.setattr(home(module, name), name, value)
     op, tensors, ours, upstream, options = calls(path)[number]
     leaves = ("logits",) if op == "cross_entropy" else (*LEAVES, *ADAPTERS)

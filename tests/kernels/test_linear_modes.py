@@ -22,7 +22,7 @@ from kernel_checks import (
 )
 from torch import Tensor
 
-from liger_trainer.kernels import _chunking, _head
+from liger_trainer.kernels import _linear_head, _linear_loss
 from liger_trainer.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import linear_divergence
@@ -370,13 +370,13 @@ def test_label_outside_the_vocabulary(fp32, tiled, label):
 def test_autocast_computes_in_its_dtype(loss, recompute, monkeypatch):
     set_path(monkeypatch, "torch")
     tensors = loss.inputs(33, 16, 50, bias=True, ignored=0.2)
-    dtypes, project = set(), _head.project
+    dtypes, project = set(), _linear_head.project
 
     def spy(x, w, out):
         dtypes.add((x.dtype, w.dtype, out.dtype))
         return project(x, w, out)
 
-    monkeypatch.setattr(_head, "project", spy)
+    monkeypatch.setattr(_linear_head, "project", spy)
     options = loss.options | {"dft": False} if "dft" in loss.options else loss.options
     with torch.autocast("cpu", torch.bfloat16):
         got = evaluate(loss.op, tensors, recompute=recompute, **options)
@@ -448,7 +448,7 @@ def test_fp32_accumulation(loss, tiled, recompute, monkeypatch):
     truth = evaluate(loss.reference, double(tensors), **options)
     errors = []
     for accumulate_dtype, roundings in ((None, 10**6), (torch.float32, 10**6), (None, 16)):
-        monkeypatch.setattr(_chunking, "ROUNDINGS", roundings)
+        monkeypatch.setattr(_linear_loss, "ROUNDINGS", roundings)
         how = {"recompute": recompute, "accumulate_dtype": accumulate_dtype, "workspace_mb": 4 * TINY}
         got = evaluate(loss.op, tensors, **how, **options)
         assert got["d_weight"].dtype == torch.bfloat16

@@ -10,7 +10,7 @@ from op_table import ADAPTER
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import _projections
+from liger_trainer.kernels import _low_rank
 from liger_trainer.kernels._dropout import LEVELS, add_gradients, draw_seed, kept, philox, runs_of, values_of_kept
 from liger_trainer.kernels._low_rank import Numerics
 from liger_trainer.kernels.gated_linear import gated_linear_reference
@@ -25,7 +25,7 @@ SEED = 0x299F31D0A4093822
 @pytest.fixture
 def same_seed(monkeypatch):
     """Every op draws the same seed, so that a reference knows its masks."""
-    monkeypatch.setattr(_projections, "draw_seed", lambda x: torch.tensor([SEED], device=x.device))
+    monkeypatch.setattr(_low_rank, "draw_seed", lambda x: torch.tensor([SEED], device=x.device))
 
 
 def dropped(x: Tensor, p: float, stream: int) -> Tensor:
@@ -291,7 +291,7 @@ def test_rates_that_are_refused(p):
 @pytest.mark.parametrize("rows, columns", [(2048, 1024), (1000, 3072), (77, 1000)], ids=str)
 def test_sizes_on_gpu(monkeypatch, same_seed, adapters, rows, columns):
     monkeypatch.undo()
-    monkeypatch.setattr(_projections, "draw_seed", lambda x: torch.tensor([SEED], device=x.device))
+    monkeypatch.setattr(_low_rank, "draw_seed", lambda x: torch.tensor([SEED], device=x.device))
     tensors = inputs(rows, columns, Place("", "cuda", torch.bfloat16), (16, 16, 8), adapters)
     check_dropped(tensors, (0.05, 0.05, 0.05))
 

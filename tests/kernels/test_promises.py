@@ -26,7 +26,7 @@ from op_table import CASES, Case
 from torch import Tensor
 
 BASE = {name: case for name, case in CASES.items() if name == case.op}  # one for each op
-# One for each way through the kernels: of the unfused divergences, one whose entries stand alone and one by rows.
+# One for each way through the kernels: of the unfused divergences, one whose entries are independent and one by rows.
 WAYS = {name: case for name, case in CASES.items() if not case.op.startswith(("kl_div", "jsd", "tvd"))}
 WAYS |= {name: CASES[name] for name in ("jsd", "jsd, none", "jsd, logits", "jsd, logits, none")}
 MANY = {name: case for name, case in WAYS.items() if case.form in ("", "packed", "gate first", "logits", "none",
@@ -83,7 +83,7 @@ def test_the_bound_sees_an_error_of_one_percent(case):
 
 
 @of(MANY)
-def test_each_gradient_alone(fp32, case):
+def test_each_gradient_by_itself(fp32, case):
     """The gradient of a frozen input is not returned, and the others are as if it were trained."""
     tensors = case.inputs(fp32)
     every = run(case, tensors)
@@ -106,7 +106,7 @@ def test_without_gradients_the_values_are_the_same(fp32, case):
 
 
 @of({name: BASE[name] for name in ("add_rms_norm", "rope", "qk_norm_rope", "linears", "lora_linears")})
-def test_one_output_alone_is_used(fp32, case):
+def test_only_one_output_is_used(fp32, case):
     """What an unused output would add to the gradients is left out, whether as zeros or as None."""
     tensors = case.inputs(fp32)
     for used in range(3 if case.op == "lora_linears" else 2):
@@ -163,7 +163,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @of(MANY)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_strides(fp32, case, layout):
-    """Of all inputs at once, and of the first one alone, so that one's strides cannot serve another."""
+    """Of all inputs at once, and of the first one only, so that one's strides cannot serve another."""
     tensors, change = case.inputs(fp32, **{"rows": 7} if case.leading else {}), LAYOUTS[layout]
     if case.leading and layout != "one row expanded":  # in three dimensions, where no stride leads over all rows
         tensors |= {k: x[:6].unflatten(0, (2, 3)) for k, x in tensors.items() if k in case.rows and x is not None}
@@ -282,7 +282,7 @@ def test_adapters_wider_than_the_base(case, dtype):
     assert got["out0"].dtype == dtype
 
 
-# What is kept for the backward beside inputs: a few numbers a row, or what the op's file says that it must keep.
+# What is kept for the backward besides inputs: a few numbers a row, or what the op's file says that it must keep.
 KEPT: dict[str, list[tuple[int, ...]]] = {
     "rms_norm": [(7,)], "add_rms_norm": [(7, 24), (7,)], "layer_norm": [(14,)], "gated_rms_norm": [(7,)],
     "gated_rms_norm, gate first": [(21,)], "rope": [], "qk_norm_rope": [(60,)], "qk_norm_rope, OLMo2": [(20,)],
@@ -307,7 +307,7 @@ def test_keeps_its_inputs_and_no_more(triton_fp32, name):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
         outputs = fields(case.function(**tensors, **case.options))
     assert [tuple(x.shape) for x in saved if x.data_ptr() not in given] == KEPT[name]
-    for y in outputs.values():  # nothing beside what autograd counts
+    for y in outputs.values():  # nothing besides what autograd counts
         assert not [x for x in vars(y.grad_fn).values() if isinstance(x, Tensor)] or case.op in ("jsd", "lora_experts")
 
 

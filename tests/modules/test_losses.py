@@ -206,10 +206,10 @@ def test_fused_linear_cross_entropy_returns_more(reduction, scaling):
 
 def test_fused_linear_cross_entropy_sums_in_fp32(monkeypatch):
     """Over several chunks of bf16, the head's gradient errs less with accum_dtype."""
-    from liger_trainer.kernels import _chunking
+    from liger_trainer.kernels import _linear_loss
 
-    monkeypatch.setattr(_chunking, "WORKSPACE_MB", 16 * V / 2**20)  # chunks of 8 rows
-    monkeypatch.setattr(_chunking, "ROUNDINGS", 64)  # of which so many are summed in fp32 by default
+    monkeypatch.setattr(_linear_loss, "WORKSPACE_MB", 16 * V / 2**20)  # chunks of 8 rows
+    monkeypatch.setattr(_linear_loss, "ROUNDINGS", 64)  # of which so many are summed in fp32 by default
     weight, x = random(V, H).bfloat16(), random(512, H, seed=1).bfloat16()
     target = torch.arange(512) % V
     truth = value_and_grads(lambda w: F.cross_entropy(F.linear(x.double(), w), target), weight.double())[1]

@@ -39,14 +39,15 @@ _triton.use_triton = lambda x: True  # before the ops import it
 from kernel_checks import Place  # noqa: E402
 from op_table import CASES  # noqa: E402
 
-from liger_trainer.kernels import _labelled_rows  # noqa: E402
+from liger_trainer.kernels import _linear_head  # noqa: E402
 from liger_trainer.kernels._cross_entropy_rows import FIELDS as CE_FIELDS  # noqa: E402
-from liger_trainer.kernels._cross_entropy_rows import CrossEntropyOptions, Targets, Tile, shard_rows  # noqa: E402
-from liger_trainer.kernels._divergence_options import FIELDS, DivergenceOptions, RowInputs  # noqa: E402
+from liger_trainer.kernels._cross_entropy_rows import CrossEntropyOptions, Targets, Tile  # noqa: E402
 from liger_trainer.kernels._divergence_shards import divergence_shard  # noqa: E402
+from liger_trainer.kernels._divergence_torch import FIELDS, DivergenceOptions, RowInputs  # noqa: E402
 from liger_trainer.kernels._dropout import add_gradients, runs_of, values_of_kept  # noqa: E402
 from liger_trainer.kernels._logits import LogitTransform  # noqa: E402
 from liger_trainer.kernels._low_rank import split  # noqa: E402
+from liger_trainer.kernels._vocab_parallel import shard_rows  # noqa: E402
 from liger_trainer.kernels.adamw import adamw_  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
 from liger_trainer.kernels.divergence_kinds import ROW_KINDS  # noqa: E402
@@ -56,7 +57,7 @@ from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence  # 
 from liger_trainer.kernels.linear_log_probs import linear_log_probs  # noqa: E402
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence  # noqa: E402
 
-_labelled_rows.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
+_linear_head.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
 
 DTYPES = ("bfloat16", "float32", "float16")
 ALL, SHORT = "--all" in sys.argv[1:], "--short" in sys.argv[1:]
@@ -218,7 +219,7 @@ def heads(dtype: torch.dtype) -> None:
     hidden, weight, bias = leaf(N, 16, dtype=dtype), leaf(V, 16, dtype=dtype), leaf(V, dtype=dtype)
     labels = torch.randint(V, (N,)).index_fill(0, torch.tensor([0]), -100)
     for num_items in (None, torch.tensor(3.0)):
-        _labelled_rows._find_triton(labels, num_items, -100)
+        _linear_head._find_triton(labels, num_items, -100)
     _triton._probe_kernel[(1,)](torch.zeros(16), BLOCK=16)
     head = partial(step, loss_of(linear_cross_entropy), hidden, weight, labels)
     teacher = leaf(N, 24, dtype=dtype), leaf(V, 24, dtype=dtype)
@@ -246,7 +247,7 @@ def heads(dtype: torch.dtype) -> None:
         divergence(kind=kind)
     divergence(kind={"tvd": 0.0, "reverse_kl": 1.0}, teacher_share=0.5)
     divergence(reduction="none", **recompute)
-    mix = {kind: 0.3 for kind in KINDS if kind != "adaptive_kl"}
+    mix = dict.fromkeys(KINDS, 0.3)
     every |= dict(kind=mix, teacher_share=0.5, labels=labels, ce_weight=0.5, teacher_softcap=3.0, teacher_bias=bias)
     divergence(bias=bias, **every)
     sparse(tail="none", labels=labels, ce_weight=0.5, top_ids=labels)
@@ -283,7 +284,7 @@ def shards(dtype: torch.dtype) -> None:
     """Rows of a head that lies on several ranks, over this rank's columns."""
     student, teacher, labels = torch.randn(N, V, dtype=dtype), torch.randn(N, V, dtype=dtype), torch.randint(V, (N,))
     out, bias, numbers = torch.zeros(len(FIELDS), N), torch.randn(V, dtype=dtype), torch.rand(N)
-    mix = {kind: 0.3 for kind in ROW_KINDS if kind != "adaptive_kl"}
+    mix = dict.fromkeys(ROW_KINDS, 0.3)
     every = DivergenceOptions(mix, 0.3, 0.2, 0.5, 0.5, 2.0, 0.1, 0.1, True, LogitTransform(1.5, 5.0))
     for options in (DivergenceOptions({"forward_kl": 1.0}), DivergenceOptions({ROW_KINDS[-1]: 1.0}), every):
         biases = (bias, bias) if options is every else (None, None)

@@ -25,8 +25,8 @@ ADAPTER = re.compile(r"(^|_)[ab]\d*$")
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
 _CHECKS = {check.name: check for check in CHECKS}
 _CALLED = {
-    "gated_mlp": shared._with_list, "linears": shared._with_list, "lora_linear": shared._with_layer,
-    "lora_linears": shared._with_layers, "lora_mlp": shared._with_mlp, "lora_experts": shared._with_experts,
+    "gated_mlp": shared.with_list, "linears": shared.with_list, "lora_linear": shared.with_layer,
+    "lora_linears": shared.with_layers, "lora_mlp": shared.with_mlp, "lora_experts": shared.with_experts,
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ class Case:
     Attributes:
         rows: the tensors that have a row for each token, in any number of dimensions if `leading`.
         change: makes the form's tensors from those of the shared table.
-        options: what the op and its reference take beside tensors.
+        options: what the op and its reference take besides tensors.
     """
 
     op: str
@@ -315,7 +315,7 @@ OPS = [
     *_cases("lora_mlp", "x", "x", {
         "": (None, {}), **{x: (with_bias("gate_weight", "down_weight"), {"activation": x}) for x in ACTIVATIONS},
         "packed": (PACKED_LORA, {}), "gelu, packed": (PACKED_LORA, {"activation": "gelu"}),
-        "gate alone": (ranks(up=(), down=()), {}), "down alone": (ranks(gate=(), up=(), down=(4,)), {}),
+        "gate only": (ranks(up=(), down=()), {}), "down only": (ranks(gate=(), up=(), down=(4,)), {}),
         "several": (ranks(gate=(2, 3), up=(1,)), {}), "none": (ranks(gate=(), up=(), down=()), {}),
         "remade": (None, {"remake": True}), "remade, packed": (PACKED_LORA, {"remake": True}),
     }),
@@ -329,8 +329,8 @@ OPS = [
         "an expert without tokens": (experts_without(2), {"gate": Gate(), "sizes": {"rows": 20}}),
         "more rows than a tile": (one_expert_a_token, {"gate": Gate(), "sizes": {"rows": 40, "experts": 2}}),
         "odd sizes": (None, {"gate": Gate(), "sizes": {"rows": 13, "hidden": 7, "inner": 9, "rank": 1}}),
-        "up alone": (without("down_a", "down_b"), {"gate": Gate()}),
-        "down alone": (without("up_a", "up_b"), {"gate": Gate()}),
+        "up only": (without("down_a", "down_b"), {"gate": Gate()}),
+        "down only": (without("up_a", "up_b"), {"gate": Gate()}),
         "no adapters": (without("up_a", "up_b", "down_a", "down_b"), {"gate": Gate()}),
     }, leading=False, rows=12, hidden=8, inner=16),
     *_given("kl_div", {"": {}, "log_target": {"log_target": True}, "logits": AT_TEMPERATURE}),

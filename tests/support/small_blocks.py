@@ -15,10 +15,10 @@ import liger_trainer
 FOLDER = Path(liger_trainer.__file__).parent / "kernels"
 # (module, name): value. The module counts where several have a constant of that name.
 CONSTANTS: dict[tuple[str, str], Any] = {
-    ("_divergence_rows", "VECTOR_BYTES"): 8, ("_sparse_rows", "BLOCK"): 16,
-    ("_unfused_divergence_kernels", "GIVEN_BLOCK"): 16, ("_unfused_divergence_kernels", "LOGITS_BLOCK"): 16,
+    ("_divergence_kernels", "VECTOR_BYTES"): 8, ("_sparse_rows", "BLOCK"): 16,
+    ("_unfused_divergence", "GIVEN_BLOCK"): 16, ("_unfused_divergence", "LOGITS_BLOCK"): 16,
     ("_gated", "FORWARD"): (16, 1), ("_gated", "BACKWARD"): (16, 1), ("_packed_gate", "BLOCK"): 8,
-    ("_grouped", "ROWS"): 16, ("_grouped", "COLUMNS"): 16, ("_grouped", "COMBINED"): 4,
+    ("lora_experts", "ROWS"): 16, ("lora_experts", "COLUMNS"): 16, ("lora_experts", "COMBINED"): 4,
     ("rope", "TILE"): 128, ("qk_norm_rope", "FORWARD_TILE"): 256, ("qk_norm_rope", "BACKWARD_TILE"): 128,
     ("qk_norm_rope", "PROGRAMS"): 1, ("_dropout", "FORWARD_TILE"): 512,
     ("_norm", "SUM_ROWS"): 2, ("_norm", "SUM_COLUMNS"): 16,
@@ -65,7 +65,7 @@ def home(module: str, name: str) -> ModuleType:
 def set_blocks(patch: Any, logits: int = 16) -> None:
     """Set every constant to its small value; `logits`: columns of a block of the losses' row kernels."""
     rows = {("_cross_entropy_rows", "BLOCK"): logits, ("_cross_entropy_rows", "TILE_BLOCK"): logits,
-            ("_divergence_rows", "LANES"): max(2, logits // 2)}  # fmt: skip
+            ("_divergence_kernels", "LANES"): max(2, logits // 2)}  # fmt: skip
     for (module, name), value in (CONSTANTS | rows).items():
         patch.setattr(home(module, name), name, value)
     for name, make in FUNCTIONS.items():

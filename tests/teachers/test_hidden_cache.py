@@ -63,8 +63,8 @@ LOSSES = {
     "reverse KL": {"beta": 1.0, "kd_temperature": 3.0},
     "JSD": {"beta": 0.3, "label_smoothing_factor": 0.0},
     "mix": {"losses": EVERY, "kd_temperature": 2.0, "label_smoothing_factor": 0.1},
-    "skewed, total variation, adaptive": {
-        "losses": [{"type": "skew_kl"}, {"type": "skew_reverse_kl"}, {"type": "tvd"}, {"type": "adaptive_kl"}],
+    "skewed, total variation": {
+        "losses": [{"type": "skew_kl"}, {"type": "skew_reverse_kl"}, {"type": "tvd"}],
         "temperature": 0.7,
     },
     "TAID": {"taid": {"start": 0.4}, "losses": [{"type": "symmetric_kl"}]},
