@@ -1,4 +1,7 @@
-"""The cases of `selfcheck`: each op with what it must equal, a function of torch or else the op's reference."""
+"""The ops in one table: how each is called with named tensors, what it must equal, and its inputs at any size.
+
+`selfcheck` runs it as it is; the kernels' tests take it at small sizes, the script that compiles them at large ones.
+"""
 
 import math
 from collections.abc import Callable
@@ -30,7 +33,7 @@ from ..kernels.linear_divergence import KINDS, linear_divergence, linear_diverge
 from ..kernels.linear_log_probs import linear_log_probs, linear_log_probs_reference
 from ..kernels.linear_sparse_divergence import linear_sparse_divergence, linear_sparse_divergence_reference
 from ..kernels.linear_uld import linear_uld, linear_uld_reference
-from ..kernels.linears import linears
+from ..kernels.linears import linears, linears_reference
 from ..kernels.lora_experts import StackedProjection, lora_experts, lora_experts_reference
 from ..kernels.lora_linear import lora_linear, lora_linear_reference
 from ..kernels.lora_linears import lora_linears, lora_linears_reference
@@ -43,18 +46,35 @@ from ..kernels.swiglu import swiglu
 from ..kernels.tvd import tvd, tvd_reference
 from ..kernels.types import Adapter, Projection
 
-ROWS, HIDDEN, INNER, VOCAB, RANK = 96, 192, 320, 1003, 8  # not multiples of the tiles
-HEADS, KEYS, WIDTH, EXPERTS = 4, 2, 64, 5
 EPS, IGNORED = 1e-6, -100
+SCALES = (2.0, 0.7, 1.3)  # of a layer's adapters in turn; not all powers of two
 
 Outputs = Tensor | tuple[Tensor, ...]
+Tensors = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of all inputs. Few are multiples of the kernels' tiles, so that masks take part."""
+
+    rows: int = 96
+    hidden: int = 192
+    inner: int = 320
+    vocab: int = 1003
+    rank: int = 8
+    heads: int = 4
+    keys: int = 2
+    width: int = 64  # of a head
+    positions: int = 33
+    experts: int = 5
 
 
 class Draw:
     """Draws the same tensors every time, in fp64 on the CPU, so that all devices see the same numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes = Sizes()) -> None:  # noqa: B008 (frozen)
         self._generator = torch.Generator().manual_seed(0)
+        self.sizes = sizes
 
     def __call__(self, *shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64) * std + mean
@@ -63,7 +83,7 @@ class Draw:
         return torch.randint(limit, shape, generator=self._generator)
 
     def labels(self) -> Tensor:
-        labels = self.integers(VOCAB, ROWS)
+        labels = self.integers(self.sizes.vocab, self.sizes.rows)
         labels[::7] = IGNORED
         return labels
 
@@ -75,7 +95,7 @@ class Check:
     name: str
     op: Callable[..., Outputs]
     plain: Callable[..., Outputs]
-    tensors: Callable[[Draw], dict[str, Tensor]]
+    tensors: Callable[[Draw], Tensors]
     leaves: tuple[str, ...]
 
 
@@ -83,48 +103,55 @@ def _rms(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, EPS)
 
 
-def _rows(*names: str, width: int = HIDDEN) -> Callable[[Draw], dict[str, Tensor]]:
-    return lambda draw: {name: draw(ROWS, width) for name in names}
+def _rows(*names: str, width: str = "hidden") -> Callable[[Draw], Tensors]:
+    return lambda draw: {name: draw(draw.sizes.rows, getattr(draw.sizes, width)) for name in names}
 
 
-def _normed(*names: str, bias: bool = False) -> Callable[[Draw], dict[str, Tensor]]:
-    def tensors(draw: Draw) -> dict[str, Tensor]:
-        weights = {"weight": draw(HIDDEN, std=0.2, mean=1.0), **({"bias": draw(HIDDEN)} if bias else {})}
+def _normed(*names: str, bias: bool = False) -> Callable[[Draw], Tensors]:
+    def tensors(draw: Draw) -> Tensors:
+        columns = draw.sizes.hidden
+        weights = {"weight": draw(columns, std=0.2, mean=1.0), **({"bias": draw(columns)} if bias else {})}
         return {**_rows(*names)(draw), **weights}
 
     return tensors
 
 
-def _angles(positions: int) -> dict[str, Tensor]:
-    frequencies = 10_000.0 ** -(torch.arange(0, WIDTH, 2, dtype=torch.float64) / WIDTH)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies).repeat(1, 2)[None]
+def _angles(sizes: Sizes) -> Tensors:
+    frequencies = 10_000.0 ** -(torch.arange(0, sizes.width, 2, dtype=torch.float64) / sizes.width)
+    angles = torch.outer(torch.arange(sizes.positions, dtype=torch.float64), frequencies).repeat(1, 2)[None]
     return {"cos": angles.cos(), "sin": angles.sin()}
 
 
-def _heads(draw: Draw) -> dict[str, Tensor]:
+def _heads(draw: Draw) -> Tensors:
     """(batch, heads, positions, width)."""
-    return {"q": draw(2, HEADS, 33, WIDTH), "k": draw(2, KEYS, 33, WIDTH), **_angles(33)}
+    s = draw.sizes
+    q, k = (draw(2, heads, s.positions, s.width) for heads in (s.heads, s.keys))
+    return {"q": q, "k": k, **_angles(s)}
 
 
-def _heads_and_norms(draw: Draw) -> dict[str, Tensor]:
+def _heads_and_norms(draw: Draw) -> Tensors:
     """(batch, positions, heads, width), as projections leave them."""
-    weights = {name: draw(WIDTH, std=0.2, mean=1.0) for name in ("q_weight", "k_weight")}
-    return {"q": draw(2, 33, HEADS, WIDTH), "k": draw(2, 33, KEYS, WIDTH), **weights, **_angles(33)}
+    s = draw.sizes
+    weights = {name: draw(s.width, std=0.2, mean=1.0) for name in ("q_weight", "k_weight")}
+    q, k = (draw(2, s.positions, heads, s.width) for heads in (s.heads, s.keys))
+    return {"q": q, "k": k, **weights, **_angles(s)}
 
 
-def _documents(draw: Draw) -> dict[str, Tensor]:
+def _documents(draw: Draw) -> Tensors:
     """(positions, heads, width) of documents that lie end to end, the third without a token."""
-    ends = torch.tensor([0, 1, 40, 40, ROWS], dtype=torch.int32)
-    return {"q": draw(ROWS, HEADS, WIDTH), "k": draw(ROWS, KEYS, WIDTH), "v": draw(ROWS, KEYS, WIDTH), "ends": ends}
+    s = draw.sizes
+    ends = torch.tensor([0, 1, s.rows // 2 - 8, s.rows // 2 - 8, s.rows], dtype=torch.int32)
+    q, k, v = (draw(s.rows, heads, s.width) for heads in (s.heads, s.keys, s.keys))
+    return {"q": q, "k": k, "v": v, "ends": ends}
 
 
-def _logits(draw: Draw) -> dict[str, Tensor]:
-    return {"logits": draw(ROWS, VOCAB, std=2.0), "labels": draw.labels()}
+def _logits(draw: Draw) -> Tensors:
+    return {"logits": draw(draw.sizes.rows, draw.sizes.vocab, std=2.0), "labels": draw.labels()}
 
 
-def _distributions(log_target: bool, log_input: bool = True) -> Callable[[Draw], dict[str, Tensor]]:
-    def tensors(draw: Draw) -> dict[str, Tensor]:
-        student, teacher = (draw(ROWS, VOCAB, std=2.0) for _ in range(2))
+def _distributions(log_target: bool, log_input: bool = True) -> Callable[[Draw], Tensors]:
+    def tensors(draw: Draw) -> Tensors:
+        student, teacher = (draw(draw.sizes.rows, draw.sizes.vocab, std=2.0) for _ in range(2))
         return {
             "input": student.log_softmax(-1) if log_input else student.softmax(-1),
             "target": teacher.log_softmax(-1) if log_target else teacher.softmax(-1),
@@ -133,108 +160,150 @@ def _distributions(log_target: bool, log_input: bool = True) -> Callable[[Draw],
     return tensors
 
 
-def _head(draw: Draw) -> dict[str, Tensor]:
-    hidden, weight = draw(ROWS, HIDDEN), draw(VOCAB, HIDDEN, std=2 / math.sqrt(HIDDEN))
+def _weight(draw: Draw, rows: int, columns: int, std: float = 1.0) -> Tensor:
+    return draw(rows, columns, std=std / math.sqrt(columns))
+
+
+def _head(draw: Draw) -> Tensors:
+    s = draw.sizes
+    hidden, weight = draw(s.rows, s.hidden), _weight(draw, s.vocab, s.hidden, 2.0)
     return {"hidden": hidden, "weight": weight, "labels": draw.labels()}
 
 
-def _pair(draw: Draw) -> dict[str, Tensor]:
+def _pair(draw: Draw) -> Tensors:
     """A student and a teacher of another width."""
-    teacher = {"teacher_hidden": draw(ROWS, INNER), "teacher_weight": draw(VOCAB, INNER, std=2 / math.sqrt(INNER))}
+    s = draw.sizes
+    teacher = {"teacher_hidden": draw(s.rows, s.inner), "teacher_weight": _weight(draw, s.vocab, s.inner, 2.0)}
     return {**_head(draw), **teacher}
 
 
-def _other_vocabulary(draw: Draw) -> dict[str, Tensor]:
-    teacher = {"teacher_hidden": draw(ROWS, INNER), "teacher_weight": draw(VOCAB - 90, INNER, std=2 / INNER**0.5)}
+def _other_vocabulary(draw: Draw) -> Tensors:
+    s = draw.sizes
+    fewer = s.vocab - s.vocab // 11
+    teacher = {"teacher_hidden": draw(s.rows, s.inner), "teacher_weight": _weight(draw, fewer, s.inner, 2.0)}
     return {**_head(draw), **teacher}
 
 
-def _spans(draw: Draw) -> dict[str, Tensor]:
+def _spans(draw: Draw) -> Tensors:
     """A student's head, spans of three rows, and how likely a teacher finds them."""
     head = _head(draw)
-    rows = torch.arange(ROWS, device=head["labels"].device)
-    return {**head, "spans": rows - rows % 3, "teacher_log_prob": -4 * draw(ROWS).abs()}
+    rows = torch.arange(draw.sizes.rows, device=head["labels"].device)
+    return {**head, "spans": rows - rows % 3, "teacher_log_prob": -4 * draw(draw.sizes.rows).abs()}
 
 
-def _top_tokens(draw: Draw) -> dict[str, Tensor]:
+def _top_tokens(draw: Draw) -> Tensors:
     """A student's head, and the 16 top tokens of a teacher."""
-    log_probs, ids = draw(ROWS, VOCAB, std=2.0).log_softmax(-1).topk(16)
+    s = draw.sizes
+    log_probs, ids = draw(s.rows, s.vocab, std=2.0).log_softmax(-1).topk(16)
     return {**_head(draw), "ids": ids, "log_probs": log_probs}
 
 
 def _linear_ce(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    logits = hidden @ weight.t()
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
+    return _ce(hidden @ weight.t(), labels)
 
 
 def _ce(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
 
 
-def _lora(draw: Draw) -> dict[str, Tensor]:
-    factors = {"a": draw(RANK, HIDDEN, std=1 / math.sqrt(HIDDEN)), "b": draw(INNER, RANK, std=0.2)}
-    return {"x": draw(ROWS, HIDDEN), "weight": draw(INNER, HIDDEN, std=1 / math.sqrt(HIDDEN)), **factors}
+def layer(tensors: Tensors, name: str = "") -> Projection:
+    """Return the layer of `<name>_weight`, `<name>_bias` if it is there, and adapters `<name>_a0`, `<name>_b0`, ..."""
+    start = f"{name}_" if name else ""
+    adapters: list[Adapter] = []
+    while (a := tensors.get(f"{start}a{len(adapters)}")) is not None:
+        adapters.append(Adapter(a, tensors[f"{start}b{len(adapters)}"], SCALES[len(adapters)]))
+    return Projection(tensors[f"{start}weight"], tensors.get(f"{start}bias"), tuple(adapters))
 
 
-def _lora_linear(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda x, weight, a, b: function(x, weight, None, [Adapter(a, b, 2.0)])
-
-
-def _lora_linears_tensors(draw: Draw) -> dict[str, Tensor]:
-    tensors = {"x": draw(ROWS, HIDDEN)}
-    for name, rows in {"q": HIDDEN, "k": RANK, "v": INNER}.items():
-        tensors[f"{name}w"] = draw(rows, HIDDEN, std=1 / math.sqrt(HIDDEN))
-        tensors[f"{name}a"] = draw(RANK, HIDDEN, std=1 / math.sqrt(HIDDEN))
-        tensors[f"{name}b"] = draw(rows, RANK, std=0.2)
+def adapted(draw: Draw, name: str, rows: int, columns: int, ranks: tuple[int, ...] = ()) -> Tensors:
+    """Draw what `layer` takes: a weight, and adapters that add about as much to the result; one if `ranks` is empty."""
+    start = f"{name}_" if name else ""
+    tensors = {f"{start}weight": _weight(draw, rows, columns)}
+    for i, rank in enumerate(ranks or (draw.sizes.rank,)):
+        tensors |= {f"{start}a{i}": _weight(draw, rank, columns), f"{start}b{i}": draw(rows, rank, std=0.2)}
     return tensors
 
 
-def _lora_linears(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    def called(x: Tensor, **factors: Tensor) -> tuple[Tensor, ...]:
-        adapters = {n: (Adapter(factors[f"{n}a"], factors[f"{n}b"], 2.0),) for n in "qkv"}
-        return function(x, [Projection(factors[f"{n}w"], None, adapters[n]) for n in "qkv"])
+def _mlp_shapes(s: Sizes) -> dict[str, tuple[int, int]]:
+    return {"gate": (s.inner, s.hidden), "up": (s.inner, s.hidden), "down": (s.hidden, s.inner)}
+
+
+def _mlp_tensors(draw: Draw) -> Tensors:
+    return {**_rows("x")(draw), **{name: _weight(draw, *s) for name, s in _mlp_shapes(draw.sizes).items()}}
+
+
+def _lora(draw: Draw) -> Tensors:
+    return {**_rows("x")(draw), **adapted(draw, "", draw.sizes.inner, draw.sizes.hidden)}
+
+
+def _lora_linears(draw: Draw) -> Tensors:
+    s, tensors = draw.sizes, _rows("x")(draw)
+    for name, rows in {"q": s.hidden, "k": s.rank, "v": s.inner}.items():
+        tensors |= adapted(draw, name, rows, s.hidden)
+    return tensors
+
+
+def _lora_mlp(draw: Draw) -> Tensors:
+    tensors = _rows("x")(draw)
+    for name, shape in _mlp_shapes(draw.sizes).items():
+        tensors |= adapted(draw, name, *shape)
+    return tensors
+
+
+def _lora_experts(draw: Draw) -> Tensors:
+    s = draw.sizes
+    index = torch.stack([(torch.arange(s.rows) * step + step) % s.experts for step in (1, 3)], 1)  # two different ones
+    tensors = {"x": draw(s.rows, s.hidden), "index": index, "weights": draw(s.rows, 2, std=0.2, mean=0.5)}
+    for name, (rows, columns) in {"up": (2 * s.inner, s.hidden), "down": (s.hidden, s.inner)}.items():
+        tensors[f"{name}_weight"] = draw(s.experts, rows, columns, std=1 / math.sqrt(columns))
+        tensors[f"{name}_a"] = draw(s.experts, s.rank, columns, std=1 / math.sqrt(columns))
+        tensors[f"{name}_b"] = draw(s.experts, rows, s.rank, std=0.2)
+    return tensors
+
+
+def with_list(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An op on a list of weights, as a function of each by its name, and of `<name>_bias`."""
+
+    def called(x: Tensor, **tensors: Any) -> Any:
+        options = {name: tensors.pop(name) for name in [*tensors] if not isinstance(tensors[name], Tensor | None)}
+        names = [name for name in tensors if not name.endswith("_bias")]
+        return function(x, [tensors[n] for n in names], [tensors.get(f"{n}_bias") for n in names], **options)
 
     return called
 
 
-def _lora_experts_tensors(draw: Draw) -> dict[str, Tensor]:
-    index = torch.stack([(torch.arange(ROWS) * step + step) % EXPERTS for step in (1, 3)], 1)  # two different ones
-    tensors = {"x": draw(ROWS, HIDDEN), "index": index, "weights": draw(ROWS, 2, std=0.2, mean=0.5)}
-    for name, (rows, columns) in {"u": (2 * INNER, HIDDEN), "d": (HIDDEN, INNER)}.items():
-        tensors[f"{name}w"] = draw(EXPERTS, rows, columns, std=1 / math.sqrt(columns))
-        tensors[f"{name}a"] = draw(EXPERTS, RANK, columns, std=1 / math.sqrt(columns))
-        tensors[f"{name}b"] = draw(EXPERTS, rows, RANK, std=0.2)
-    return tensors
-
-
-def _lora_experts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def called(x: Tensor, index: Tensor, weights: Tensor, **factors: Tensor) -> Tensor:
-        layers = (StackedProjection(factors[f"{n}w"], None, factors[f"{n}a"], factors[f"{n}b"]) for n in "ud")
-        return function(x, index, weights, *layers)
+def with_layer(function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(x: Tensor, **tensors: Any) -> Any:
+        of = layer(tensors)
+        return function(x, of.weight, of.bias, of.adapters)
 
     return called
 
 
-def _mlp_tensors(draw: Draw) -> dict[str, Tensor]:
-    shapes = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
-    return {"x": draw(ROWS, HIDDEN), **{name: draw(*s, std=1 / math.sqrt(s[1])) for name, s in shapes.items()}}
+def with_layers(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, **tensors: function(x, [layer(tensors, n) for n in "qkv" if f"{n}_weight" in tensors])
 
 
-def _lora_mlp_tensors(draw: Draw) -> dict[str, Tensor]:
-    tensors = {"x": draw(ROWS, HIDDEN)}
-    for name, (rows, columns) in {"g": (INNER, HIDDEN), "u": (INNER, HIDDEN), "d": (HIDDEN, INNER)}.items():
-        tensors[f"{name}w"] = draw(rows, columns, std=1 / math.sqrt(columns))
-        tensors[f"{name}a"] = draw(RANK, columns, std=1 / math.sqrt(columns))
-        tensors[f"{name}b"] = draw(rows, RANK, std=0.2)
-    return tensors
+def with_mlp(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Without `up_weight` gate is packed."""
+
+    def called(x: Tensor, **tensors: Any) -> Any:
+        options = {name: x for name, x in tensors.items() if name in ("activation", "remake")}
+        gate, up, down = (layer(tensors, n) if f"{n}_weight" in tensors else None for n in ("gate", "up", "down"))
+        return function(x, gate, up, down, **options)
+
+    return called
 
 
-def _lora_mlp(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def called(x: Tensor, **factors: Tensor) -> Tensor:
-        gate, up, down = (
-            Projection(factors[f"{n}w"], None, (Adapter(factors[f"{n}a"], factors[f"{n}b"], 2.0),)) for n in "gud"
+def with_experts(function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(x: Tensor, index: Tensor, weights: Tensor, **tensors: Any) -> Any:
+        options = {"gate": tensors["gate"]} if "gate" in tensors else {}
+        parts = ("bias", "a", "b")
+        layers = (
+            StackedProjection(tensors[f"{n}_weight"], *(tensors.get(f"{n}_{part}") for part in parts))
+            for n in ("up", "down")
         )
-        return function(x, gate, up, down)
+        return function(x, index, weights, *layers, **options)
 
     return called
 
@@ -268,11 +337,15 @@ def _updated(update: Callable[..., None]) -> Callable[..., Outputs]:
     return step
 
 
+def adapters_of(*names: str) -> tuple[str, ...]:
+    """Return x and the names of the layers' first adapters."""
+    return ("x", *(f"{name}_{factor}0" for name in names for factor in "ab"))
+
+
 HEAD_LEAVES = ("hidden", "weight")
-LORA_EXPERTS_LEAVES = ("x", "weights", "ua", "ub", "da", "db")
+LORA_EXPERTS_LEAVES = ("x", "weights", "up_a", "up_b", "down_a", "down_b")
 CLAMPS = dict(limit=1.0, alpha=1.702, shift=1.0)
-LORA_LINEARS_LEAVES = ("x", "qa", "qb", "ka", "kb", "va", "vb")
-LORA_MLP_LEAVES = ("x", *(f"{name}{factor}" for name in "gud" for factor in "ab"))
+LORA_MLP_LEAVES = adapters_of("gate", "up", "down")
 
 CHECKS: tuple[Check, ...] = (
     Check("rms_norm", partial(rms_norm, eps=EPS), _rms, _normed("x"), ("x", "weight")),
@@ -313,21 +386,20 @@ CHECKS: tuple[Check, ...] = (
     Check("relu2", relu2, lambda x: F.relu(x).square(), _rows("x"), ("x",)),
     Check(
         "gated_linear", gated_linear, lambda gate, up, weight: F.linear(F.silu(gate) * up, weight),
-        lambda draw: {**_rows("gate", "up")(draw), "weight": draw(INNER, HIDDEN, std=1 / math.sqrt(HIDDEN))},
+        lambda draw: {**_rows("gate", "up")(draw), "weight": _weight(draw, draw.sizes.inner, draw.sizes.hidden)},
         ("gate", "up", "weight"),
     ),
     Check(
-        "gated_mlp", lambda x, **weights: gated_mlp(x, [*weights.values()]),
-        lambda x, **weights: gated_mlp_reference(x, [*weights.values()]), _mlp_tensors, ("x", "gate", "up", "down"),
+        "gated_mlp", with_list(gated_mlp), with_list(gated_mlp_reference), _mlp_tensors, ("x", "gate", "up", "down")
     ),
     Check(
         "activation_linear", activation_linear, lambda x, weight: F.linear(F.gelu(x), weight),
-        lambda draw: {**_rows("x")(draw), "weight": draw(INNER, HIDDEN, std=1 / math.sqrt(HIDDEN))}, ("x", "weight"),
+        lambda draw: {**_rows("x")(draw), "weight": _weight(draw, draw.sizes.inner, draw.sizes.hidden)},
+        ("x", "weight"),
     ),
     Check(
-        "linears", lambda x, **weights: linears(x, [*weights.values()]),
-        lambda x, **weights: tuple(F.linear(x, w) for w in weights.values()),
-        lambda draw: {**_rows("x")(draw), **{w: draw(HIDDEN, HIDDEN, std=1 / math.sqrt(HIDDEN)) for w in ("q", "k")}},
+        "linears", with_list(linears), with_list(linears_reference),
+        lambda draw: {**_rows("x")(draw), **{w: _weight(draw, *[draw.sizes.hidden] * 2) for w in ("q", "k")}},
         ("x", "q", "k"),
     ),
     Check("cross_entropy", _loss(cross_entropy), _ce, _logits, ("logits",)),
@@ -377,18 +449,18 @@ CHECKS: tuple[Check, ...] = (
         "gradient_norm", lambda **grads: gradient_norm([*grads.values()]),
         lambda **grads: gradient_norm_reference([*grads.values()]), _rows("first", "second"), (),
     ),
-    Check("lora_linear", _lora_linear(lora_linear), _lora_linear(lora_linear_reference), _lora, ("x", "a", "b")),
+    Check("lora_linear", with_layer(lora_linear), with_layer(lora_linear_reference), _lora, ("x", "a0", "b0")),
     Check(
-        "lora_linears", _lora_linears(lora_linears), _lora_linears(lora_linears_reference), _lora_linears_tensors,
-        LORA_LINEARS_LEAVES,
+        "lora_linears", with_layers(lora_linears), with_layers(lora_linears_reference), _lora_linears,
+        adapters_of("q", "k", "v"),
     ),
     Check(
-        "lora_experts", _lora_experts(lora_experts), _lora_experts(lora_experts_reference), _lora_experts_tensors,
+        "lora_experts", with_experts(lora_experts), with_experts(lora_experts_reference), _lora_experts,
         LORA_EXPERTS_LEAVES,
     ),
-    Check("lora_mlp", _lora_mlp(lora_mlp), _lora_mlp(lora_mlp_reference), _lora_mlp_tensors, LORA_MLP_LEAVES),
+    Check("lora_mlp", with_mlp(lora_mlp), with_mlp(lora_mlp_reference), _lora_mlp, LORA_MLP_LEAVES),
     Check(
-        "lora_mlp, remade", _lora_mlp(partial(lora_mlp, remake=True)), _lora_mlp(lora_mlp_reference),
-        _lora_mlp_tensors, LORA_MLP_LEAVES,
+        "lora_mlp, remade", with_mlp(partial(lora_mlp, remake=True)), with_mlp(lora_mlp_reference), _lora_mlp,
+        LORA_MLP_LEAVES,
     ),
 )  # fmt: skip

@@ -7,11 +7,10 @@ import torch
 pytest.register_assert_rewrite("kernel_checks")
 
 from kernel_checks import PATHS, TRITON_DEVICE, Place, set_path  # noqa: E402 (found through the path above)
-
-from liger_trainer.kernels import _gated, _linear_head, _linear_loss, _low_rank  # noqa: E402
+from small_blocks import home  # noqa: E402
 
 HERE = Path(__file__).parent
-TABLES = ("norm", "activation", "divergence", "loss")  # parameters that hold the op that a case is of
+TABLES = ("divergence", "loss")  # parameters that hold the op that a case is of, as `case` does
 
 
 def _path(item: pytest.Item) -> tuple[str, torch.dtype | None]:
@@ -23,10 +22,11 @@ def _pairs(item: pytest.Item) -> set[tuple]:
     """What a case tries: each two of the op that it is of, its path, and the value of each parameter; and the dtype."""
     parameters = {name: id(value) for name, value in item.callspec.params.items() if name not in ("place", "fp32")}
     op = next((parameters.pop(name) for name in TABLES if name in parameters), None)
+    op = getattr(item.callspec.params.get("case"), "op", op)
     path, dtype = _path(item)
     values = [("path", path), ("op", op)]
     pairs = {(first, each) for each in parameters.items() for first in values}
-    return pairs | {tuple(values), ("dtype", path, dtype)}
+    return pairs | {tuple(values), ("dtype", path, dtype, op)}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
@@ -73,6 +73,14 @@ def fp32(request, monkeypatch) -> Place:
     return _place(request, monkeypatch)
 
 
+@pytest.fixture
+def triton_fp32(monkeypatch) -> Place:
+    """The kernels' path alone, where plain torch does as it likes."""
+    if "triton" not in PATHS:
+        pytest.skip("Triton is not here, or cannot run on a CPU")
+    return Place("triton", set_path(monkeypatch, "triton"), torch.float32)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def chunked_torch() -> None:
     """Not here: `place` and `fp32` say which path."""
@@ -84,23 +92,38 @@ def tiled(monkeypatch) -> Callable[[str], None]:
 
     def of_path(path: str) -> None:
         set_path(monkeypatch, path, block=4)
-        monkeypatch.setattr(_linear_loss, "TILE_ROWS", 4)
-        monkeypatch.setattr(_linear_loss, "CHUNK_ROWS", (2, 4))
+        monkeypatch.setattr(home("_linear_loss", "TILE_ROWS"), "TILE_ROWS", 4)
+        monkeypatch.setattr(home("_linear_loss", "CHUNK_ROWS"), "CHUNK_ROWS", (2, 4))
 
     return of_path
 
 
-@pytest.fixture
-def products(monkeypatch) -> list[tuple[int, ...]]:
-    """The shapes of what the fused losses' products are added to, in order: gradients, and logits with adapters."""
-    shapes, addmm_into = [], _linear_head.addmm_into
+class Products(list):
+    """What the fused losses' products write to, in order: ("logits", rows, columns), and ("gradient", rows, columns).
 
-    def spy(out, a, b, **factors):
-        shapes.append(tuple(out.shape))
+    Gradients are added to; so are adapters' parts of logits, and what a head gives back for its adapters.
+    """
+
+    def of(self, kind: str) -> list[tuple[int, ...]]:
+        return [tuple(shape) for name, *shape in self if name == kind]
+
+
+@pytest.fixture
+def products(monkeypatch) -> Products:
+    made, module = Products(), home("_linear_head", "addmm_into")
+    project, addmm_into = module.project, module.addmm_into
+
+    def spy_on_logits(x, w, out):
+        made.append(("logits", *out.shape))
+        return project(x, w, out)
+
+    def spy_on_gradients(out, a, b, **factors):
+        made.append(("gradient", *out.shape))
         addmm_into(out, a, b, **factors)
 
-    monkeypatch.setattr(_linear_head, "addmm_into", spy)
-    return shapes
+    monkeypatch.setattr(module, "project", spy_on_logits)
+    monkeypatch.setattr(module, "addmm_into", spy_on_gradients)
+    return made
 
 
 @pytest.fixture
@@ -116,10 +139,11 @@ def wide_results(monkeypatch):
             out[:, slot] = pieces[name]
         return out
 
-    monkeypatch.setattr(_low_rank, "_has_wide_results", lambda x: True)
+    module = home("_low_rank", "_has_wide_results")
+    monkeypatch.setattr(module, "_has_wide_results", lambda x: True)
     if TRITON_DEVICE == "cpu":
-        monkeypatch.setattr(_low_rank, "_wide_product", lambda m, n: m.float() @ n.float())
-        monkeypatch.setattr(_low_rank, "split", split_plainly)
+        monkeypatch.setattr(module, "_wide_product", lambda m, n: m.float() @ n.float())
+        monkeypatch.setattr(module, "split", split_plainly)
 
 
 @pytest.fixture(autouse=True)
@@ -139,11 +163,3 @@ def memory_for_others() -> Iterator[None]:
     yield
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
-
-
-@pytest.fixture
-def short_blocks(request, monkeypatch) -> None:
-    """Several blocks a row of the gated activations, but for a GPU, where blocks are as shipped."""
-    for name in ("FORWARD", "BACKWARD"):
-        if not request.node.get_closest_marker("gpu"):
-            monkeypatch.setattr(_gated, name, (16, 1))

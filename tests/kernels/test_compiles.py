@@ -54,7 +54,7 @@ def launched_kernels() -> set[tuple[str, str]]:
 
 def dtypes_of(line: dict) -> set[str]:
     """Those of pointers: arguments, or made by the kernel from a table's addresses, with a constant for their dtype."""
-    types = [x for value in line["types"].values() for x in (value if isinstance(value, list) else [value])]
+    types = [x for each in line["types"].values() for x in (each if isinstance(each, list) else [each])]  # of tuples
     return {*types, *(f"*{constant}" for constant in line["constants"].values())}
 
 

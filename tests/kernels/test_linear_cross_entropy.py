@@ -126,7 +126,7 @@ def test_logits_far_from_zero(fp32, monkeypatch):
     assert errors[0] < 2 * errors[1]
 
 
-@pytest.mark.parametrize("n, v", [(6, 61), (100, 203), (7, 3)])
+@pytest.mark.parametrize("n, v", [(6, 61), (20, 83), (7, 3)])
 @pytest.mark.parametrize("ignored", [0.0, 0.4])
 @pytest.mark.parametrize("options", [{"reduction": "none"}, OPTIONS["all"]], ids=["each token", "all"])
 def test_recomputed_logits_lie_in_the_gradient_of_the_weight(place, tiled, monkeypatch, n, v, ignored, options):

@@ -9,9 +9,11 @@ import torch
 from fused_losses import LOSSES, Loss
 from kernel_checks import (
     LEAVES,
+    assert_same,
     check,
     check_cross_entropy,
     check_divergence,
+    double,
     evaluate,
     fields,
     random_inputs,
@@ -20,11 +22,11 @@ from kernel_checks import (
 )
 from torch import Tensor
 
-from liger_trainer.kernels import _linear_head, _linear_loss, _sparse_rows
-from liger_trainer.kernels._linear_head import RowSelection
+from liger_trainer.kernels import _linear_head, _linear_loss
 from liger_trainer.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import linear_divergence
+from liger_trainer.kernels.types import RowSelection
 
 TINY = 1e-4  # MiB: tiles of 4 columns and chunks of 2 or 4 rows, see `tiled`
 modes = pytest.mark.parametrize(
@@ -38,44 +40,6 @@ recomputed_or_not = pytest.mark.parametrize("recompute", [False, True], ids=["at
 @pytest.fixture(params=LOSSES)
 def loss(request) -> Loss:
     return LOSSES[request.param]
-
-
-@pytest.fixture(autouse=True)
-def short_blocks(request, monkeypatch):
-    """But for a GPU, where blocks are as shipped."""
-    if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(_sparse_rows, "BLOCK", 16)
-
-
-@pytest.fixture
-def products(monkeypatch) -> list[tuple]:
-    """The products in order: ("logits", rows, columns), and ("gradient", *shape)."""
-    shapes, project, addmm_into = [], _linear_head.project, _linear_head.addmm_into
-
-    def spy_on_logits(x, w, out):
-        shapes.append(("logits", *out.shape))
-        return project(x, w, out)
-
-    def spy_on_gradients(out, a, b, **factors):
-        shapes.append(("gradient", *out.shape))
-        addmm_into(out, a, b, **factors)
-
-    monkeypatch.setattr(_linear_head, "project", spy_on_logits)
-    monkeypatch.setattr(_linear_head, "addmm_into", spy_on_gradients)
-    return shapes
-
-
-@pytest.fixture
-def written(monkeypatch, loss) -> list[bool]:
-    """Whether each launch of the row kernel wrote a gradient."""
-    flags, real = [], getattr(loss.module, loss.rows)
-
-    def spy(*args):
-        flags.append(args[-2] is not None)
-        real(*args)
-
-    monkeypatch.setattr(loss.module, loss.rows, spy)
-    return flags
 
 
 def each(n: int) -> Tensor:
@@ -94,13 +58,8 @@ def weighted(loss: Loss, n: int, *shape: int, device="cpu", **how) -> dict[str, 
     return loss.inputs(n, *shape, device=device, **how) | {"token_weight": token_weight.to(device)}
 
 
-def double(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()}
-
-
-def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
-    for name, x in expected.items():
-        torch.testing.assert_close(got[name], x, msg=lambda m, name=name: f"{name}: {m}", **tolerance)
+def assert_near(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1.3e-6, atol: float = 1e-5) -> None:
+    assert_same(got, expected, rtol=rtol, atol=atol)
 
 
 # Rows and their number
@@ -151,7 +110,7 @@ def test_rows_selected_earlier(fp32, loss, recompute):
     assert all(torch.equal(got[k], expected[k]) for k in expected)
     if loss.op is not linear_cross_entropy:  # a mask of tokens without a target
         got = evaluate(loss.op, {k: x for k, x in tensors.items() if k != "labels"}, recompute=recompute, rows=rows)
-        assert all(torch.equal(got[k], expected[k]) for k in ("loss", "divergence", "d_hidden", "d_weight"))
+        assert all(torch.equal(got[k], expected[k]) for k in ("loss", "d_hidden", "d_weight"))
 
 
 @recomputed_or_not
@@ -181,7 +140,7 @@ def test_results_do_not_depend_on_the_workspace(fp32, loss):
     expected = evaluate(loss.op, tensors, **loss.options)
     for workspace_mb in (1e-6, 0.0005, 4096):
         got = evaluate(loss.op, tensors, workspace_mb=workspace_mb, **loss.options)
-        assert_equal(got, expected, rtol=1e-6, atol=1e-6)
+        assert_near(got, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_micro_batches_sum_to_the_batch(fp32, loss):
@@ -197,7 +156,7 @@ def test_micro_batches_sum_to_the_batch(fp32, loss):
             value = loss.op(**tensors | leaves | rows, **options).loss
             value.backward()
             total += value.detach()
-        assert_equal(
+        assert_near(
             {k: leaf.grad for k, leaf in leaves.items()}, {k: whole[f"d_{k}"] for k in leaves}, rtol=1e-6, atol=1e-6
         )
         torch.testing.assert_close(total, whole["loss"], rtol=1e-6, atol=1e-6)
@@ -268,36 +227,37 @@ def test_mean_is_the_mean_of_the_tokens_losses(fp32, loss):
         return got._replace(loss=got.loss.sum() / count)
 
     expected = evaluate(mean_of_tokens, tensors)
-    assert_equal(evaluate(loss.op, tensors), expected, rtol=1e-5, atol=1e-6)
-    assert_equal(evaluate(loss.op, tensors, recompute=True), expected, rtol=1e-5, atol=1e-6)
+    assert_near(evaluate(loss.op, tensors), expected, rtol=1e-5, atol=1e-6)
+    assert_near(evaluate(loss.op, tensors, recompute=True), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden",), ("bias",), ("weight", "bias"), ("hidden", "weight")])
 @recomputed_or_not
-def test_frozen_inputs_skip_their_products(fp32, loss, products, written, frozen, recompute):
+def test_frozen_inputs_skip_their_products(fp32, loss, products, frozen, recompute):
     tensors = loss.inputs(5, 6, 21, device=fp32.device, bias=True)
-    sides = 2 if loss is LOSSES["divergence"] else 1
-    how = {"recompute": True} if recompute else {"workspace_mb": sides * 2 * 24 * 4 / 2**20}  # chunks of 2, 2 and 1
+    columns = [21, 21] if loss is LOSSES["divergence"] else [21, 26] if loss is LOSSES["uld"] else [21]
+    how = {"recompute": True}
+    if not recompute:  # chunks of 2, 2 and 1
+        how = {"workspace_mb": 2 * 4 * (24 * len(columns) + 8 * (loss is LOSSES["uld"])) / 2**20}
     check(loss.op, loss.reference, tensors, 3.0, frozen=frozen, **how)
     gradients = [("weight" not in frozen) * [("gradient", 21, 6)] + ("hidden" not in frozen) * [("gradient", n, 6)]
                  for n in ((5,) if recompute else (2, 2, 1))]  # fmt: skip
     assert [x for x in products if x[0] == "gradient"] == sum(gradients, [])
-    logits = [("logits", n, 21) for n in ((5, 5) if recompute else (2, 2, 1)) for _ in range(sides)]
+    logits = [("logits", n, v) for n in ((5, 5) if recompute else (2, 2, 1)) for v in columns]
     assert [x for x in products if x[0] == "logits"] == logits
-    assert recompute or written == [True, True, True]
 
 
 @pytest.mark.parametrize("why", ["frozen", "no_grad"])
 @recomputed_or_not
-def test_without_gradients_only_the_forward_runs(fp32, loss, products, written, why, recompute):
+def test_without_gradients_only_the_forward_runs(fp32, loss, products, why, recompute):
     tensors = loss.inputs(5, 6, 21, device=fp32.device, bias=True)
     truth = loss.reference(**tensors, **loss.options)
     with torch.set_grad_enabled(why == "frozen"):
         leaves = {k: x.requires_grad_(why == "no_grad" and k in LEAVES) for k, x in tensors.items()}
         got = loss.op(**leaves, recompute=recompute, **loss.options)
-    assert set(products) == {("logits", 5, 21)} and not any(written)
+    assert {kind for kind, *_ in products} == {"logits"} and {rows for _, rows, _ in products} == {5}
     assert not any(x.requires_grad for x in fields(got).values())
-    assert_equal(fields(got), fields(truth))
+    assert_near(fields(got), fields(truth))
 
 
 @recomputed_or_not
@@ -332,6 +292,20 @@ def test_recompute_holds_nothing_but_its_inputs(fp32, loss):
 # Gradients
 
 
+def test_compiles_as_one_graph(loss):
+    """With what such a graph may be given; what has no place there is refused."""
+    tensors = weighted(loss, 7, 6, 21, bias=True, ignored=0.3)
+    options = loss.options | {"num_items": torch.tensor(7.0)}
+    torch.compiler.reset()
+    compiled = torch.compile(functools.partial(loss.op, **options), fullgraph=True, backend="aot_eager")
+    for frozen in ((), ("weight", "bias")) if loss is LOSSES["cross_entropy"] else ((),):
+        got, expected = (evaluate(op, tensors, 2.0, frozen) for op in (compiled, functools.partial(loss.op, **options)))
+        assert got.keys() == expected.keys()
+        assert_near(got, expected)
+    with pytest.raises(Exception, match="rows has no place under torch.compile"):
+        torch.compile(loss.op, fullgraph=True, backend="aot_eager")(**tensors, rows=RowSelection(tensors["labels"]))
+
+
 @pytest.mark.parametrize("upstream", [1.0, 3.0, 0.0])
 def test_upstream_gradient(place, loss, upstream):
     tensors = loss.inputs(5, 6, 20, dtype=place.dtype, device=place.device, bias=True, ignored=0.2)
@@ -347,13 +321,13 @@ def test_second_backward(fp32, loss, mode):
     factors = (1.0, 3.0, 0.0, 0.5)
     results = [torch.autograd.grad(value, leaves, torch.full_like(value, f), retain_graph=True) for f in factors]
     for factor, grads in zip(factors, results, strict=True):  # the earlier results must not have changed either
-        assert_equal(dict(zip(LEAVES, grads, strict=True)), {k: factor * truth[f"d_{k}"] for k in LEAVES})
+        assert_near(dict(zip(LEAVES, grads, strict=True)), {k: factor * truth[f"d_{k}"] for k in LEAVES})
     if value.dim() == 0:
         value.backward(retain_graph=True)
         for leaf in leaves:
             leaf.grad.mul_(10)  # what gradient clipping does
         (2 * value).backward()
-        assert_equal({k: tensors[k].grad for k in LEAVES}, {k: 12 * truth[f"d_{k}"] for k in LEAVES})
+        assert_near({k: tensors[k].grad for k in LEAVES}, {k: 12 * truth[f"d_{k}"] for k in LEAVES})
 
 
 @modes
@@ -447,6 +421,8 @@ def test_fp16_sums_over_tokens_do_not_overflow(loss, fp16_path, reduction):
     tensors["hidden"], tensors["weight"] = torch.full((n, 6), 3e4), tensors["weight"] * 1e-5
     tensors["labels"].fill_(3)
     options = {"kind": {"forward_kl": 0.0}, "ce_weight": 1.0} if loss is LOSSES["divergence"] else {}
+    if loss is LOSSES["uld"]:
+        options = {"uld_weight": 0.0, "ce_weight": 1.0}
     if loss is LOSSES["sparse"]:
         options = {"ce_weight": 1.0}
         tensors["log_probs"].fill_(-torch.inf)
@@ -468,11 +444,13 @@ def test_fp32_accumulation(loss, tiled, recompute, monkeypatch):
     tensors = loss.inputs(128, 8, 40, dtype=torch.bfloat16)
     tensors["hidden"].abs_()  # sums that grow from chunk to chunk
     tensors["labels"].fill_(3)
-    truth = evaluate(loss.reference, double(tensors))
+    options = {"uld_weight": 0.0, "ce_weight": 1.0} if loss is LOSSES["uld"] else {}
+    truth = evaluate(loss.reference, double(tensors), **options)
     errors = []
     for accumulate_dtype, roundings in ((None, 10**6), (torch.float32, 10**6), (None, 16)):
         monkeypatch.setattr(_linear_loss, "ROUNDINGS", roundings)
-        got = evaluate(loss.op, tensors, recompute=recompute, accumulate_dtype=accumulate_dtype, workspace_mb=4 * TINY)
+        how = {"recompute": recompute, "accumulate_dtype": accumulate_dtype, "workspace_mb": 4 * TINY}
+        got = evaluate(loss.op, tensors, **how, **options)
         assert got["d_weight"].dtype == torch.bfloat16
         errors.append((got["d_weight"].double() - truth["d_weight"]).norm())
     assert errors[1] < 0.5 * errors[0]
@@ -552,7 +530,7 @@ def test_second_backward_over_hidden(fp32, loss):
     value = over_a_copy(loss)(**tensors).loss
     results = [torch.autograd.grad(value, leaves, torch.full_like(value, f), retain_graph=f != 2) for f in (3, 1, 2)]
     for factor, grads in zip((3, 1, 2), results, strict=True):
-        assert_equal(dict(zip(LEAVES, grads, strict=True)), {k: factor * truth[f"d_{k}"] for k in LEAVES})
+        assert_near(dict(zip(LEAVES, grads, strict=True)), {k: factor * truth[f"d_{k}"] for k in LEAVES})
 
 
 @pytest.mark.parametrize("hidden, weight", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")])

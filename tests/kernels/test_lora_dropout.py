@@ -5,31 +5,21 @@ import itertools
 
 import pytest
 import torch
-from elementwise_checks import check_op, outputs_and_grads
-from gated_checks import normal
-from kernel_checks import CUDA, PATHS, TRITON_DEVICE
-from lora_checks import SCALES, leaves_of, named, projection
+from kernel_checks import CUDA, TRITON_DEVICE, Place, check, evaluate, normal
+from op_table import ADAPTER
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import _dropout, _gated, _low_rank
+from liger_trainer.kernels import _low_rank
 from liger_trainer.kernels._dropout import LEVELS, add_gradients, draw_seed, kept, philox, runs_of, values_of_kept
-from liger_trainer.kernels._gated import gated_reference
-from liger_trainer.kernels._low_rank import Adapter, Numerics, Projection
+from liger_trainer.kernels._low_rank import Numerics
+from liger_trainer.kernels.gated_linear import gated_linear_reference
 from liger_trainer.kernels.lora_linear import lora_linear
 from liger_trainer.kernels.lora_mlp import lora_mlp
+from liger_trainer.kernels.types import Adapter, Projection
+from liger_trainer.tools.selfcheck_cases import SCALES, Draw, adapted
 
 SEED = 0x299F31D0A4093822
-on_triton = pytest.mark.skipif("triton" not in PATHS, reason="Triton is not here, or cannot run on a CPU")
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    """Several programs and several turns of each loop."""
-    monkeypatch.setattr(_dropout, "FORWARD_TILE", 512)
-    monkeypatch.setattr(
-        _dropout, "_tiling", lambda slots, run: _dropout.Tiling(rows=32, columns=16, warps=4, programs=6)
-    )
 
 
 @pytest.fixture
@@ -60,46 +50,37 @@ def layer(x: Tensor, weight: Tensor, bias: Tensor | None, adapters, stream: int 
 
 
 def linear_with(rates, op=lora_linear):
-    return lambda x, weight, bias, **tensors: op(x, weight, bias, adapters_of(tensors, rates))
+    return lambda x, weight, **tensors: op(x, weight, None, adapters_of(tensors, rates))
 
 
 def mlp_with(rates, op):
-    def run(x, activation="silu", **tensors):
+    def run(x, **tensors):
         names = [name for name in ("gate", "up", "down") if f"{name}_weight" in tensors]
         layers = [
-            Projection(
-                tensors[f"{name}_weight"], tensors[f"{name}_bias"], tuple(adapters_of(tensors, rates[name], f"{name}_"))
-            )
-            for name in names
+            Projection(tensors[f"{n}_weight"], None, tuple(adapters_of(tensors, rates[n], f"{n}_"))) for n in names
         ]
-        return op(x, layers[0], layers[1] if len(layers) == 3 else None, layers[-1], activation=activation)
+        return op(x, layers[0], layers[1] if len(layers) == 3 else None, layers[-1])
 
     return run
 
 
-def mlp_of_layers(x, gate, up, down, *, activation):
+def mlp_of_layers(x, gate, up, down):
     """The MLP in plain torch: the adapters are numbered through its layers."""
     counts = [0, *itertools.accumulate(len(p.adapters) for p in (gate, up) if p is not None)]
     hidden = [layer(x, p.weight, p.bias, p.adapters, n) for p, n in zip((gate, up), counts, strict=False) if p]
-    h = gated_reference(hidden[0], hidden[1] if up is not None else None, activation)
+    eye = torch.eye(down.weight.shape[1], dtype=x.dtype, device=x.device)
+    h = gated_linear_reference(hidden[0], hidden[1] if up is not None else None, eye)
     return layer(h, down.weight, down.bias, down.adapters, counts[-1])
 
 
-def like(place) -> dict:
-    return {"dtype": place.dtype, "device": place.device}
+def inputs(rows: int, columns: int, like: Place, ranks=(4,), adapters: torch.dtype | None = None) -> dict:
+    tensors = {"x": normal(rows, columns, seed=9, spread=2.0), **adapted(Draw(), "", 11, columns, ranks)}
+    narrow = {name: x.to(like.device, like.dtype) for name, x in tensors.items()}
+    return narrow | {n: x.to(like.device, adapters or like.dtype) for n, x in tensors.items() if n[0] in "ab"}
 
 
-def inputs(*shape: int, like: dict, ranks=(4,), **options) -> dict:
-    return {"x": normal(*shape, like=like, seed=9)} | projection(11, shape[-1], ranks, like, **options)
-
-
-def mlp_inputs(*shape: int, like: dict, ranks, packed: bool = False, inner: int = 21) -> dict:
-    tensors = {"x": normal(*shape, like=like, seed=9)}
-    rows = {"gate": 2 * inner, "down": shape[-1]} if packed else {"gate": inner, "up": inner, "down": shape[-1]}
-    for seed, (name, count) in enumerate(rows.items()):
-        columns = inner if name == "down" else shape[-1]
-        tensors |= named(name, projection(count, columns, ranks[name], like, seed=20 * seed))
-    return tensors
+def leaves_of(tensors: dict) -> list[str]:
+    return ["x", *filter(ADAPTER.search, tensors)]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +122,7 @@ def test_the_effective_mask(fp32, p):
     """Read through an identity: elements are 0 or divided by 1 - p, the same in forward and backward."""
     width = 40
     eye, zero = torch.eye(width, device=fp32.device), torch.zeros(width, width, device=fp32.device)
-    x = (normal(300, width, like=like(fp32)).abs() + 0.1).requires_grad_()
+    x = (normal(300, width, spread=2.0, like=fp32).abs() + 0.1).requires_grad_()
     y = lora_linear(x, zero, None, [Adapter(eye, eye, 1.0, p)])
     ratio = y / x
     scale = 1 / (1 - round(p * LEVELS) / LEVELS)
@@ -163,73 +144,61 @@ def test_lora_linear(place, same_seed, packing):
         "high rank": ((150, 22), (0.3, 0.3)),
         "some do not": ((3, 3, 3), (0.0, 0.4, 0.0)),
     }[packing]
-    tensors = inputs(45, 37, like=like(place), ranks=ranks)
-    check_op(linear_with(rates), linear_with(rates, layer), tensors, leaves_of(tensors))
+    tensors = inputs(45, 37, place, ranks)
+    check_dropped(tensors, rates)
 
 
-@pytest.mark.parametrize("shape", [(1, 33), (19,), (2, 3, 16), (2, 2, 3, 18), (0, 16), (3, 1)], ids=str)
-def test_shapes(fp32, same_seed, shape):
-    tensors = inputs(*shape, like=like(fp32))
-    check_op(linear_with((0.3,)), linear_with((0.3,), layer), tensors, leaves_of(tensors))
+def check_dropped(tensors, rates=(0.3,), leaves=None) -> dict:
+    ops = linear_with(rates), linear_with(rates, layer)
+    return check(*ops, tensors, None, leaves=leaves_of(tensors) if leaves is None else leaves)
 
 
-@pytest.mark.parametrize("x", ["rows of a wider tensor", "transposed"])
-def test_layouts(fp32, same_seed, x):
-    wide = normal(40, 50, like=like(fp32), seed=9)
-    tensors = inputs(40, 24, like=like(fp32)) | {"x": wide[:, 3:27] if x[0] == "r" else wide[:24, :40].t()}
-    check_op(linear_with((0.3,)), linear_with((0.3,), layer), tensors, leaves_of(tensors))
+SHAPES = {
+    "one row": lambda x: x[:1], "a vector": lambda x: x[0], "three dimensions": lambda x: x.view(5, 9, -1),
+    "no rows": lambda x: x[:0], "columns of a wider tensor": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    "by columns": lambda x: x.t().contiguous().t(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_and_layouts(fp32, same_seed, shape):
+    tensors = inputs(45, 16, fp32)
+    check_dropped(tensors | {"x": SHAPES[shape](tensors["x"])})
 
 
 @pytest.mark.parametrize("leaves", [["x"], ["a0"], ["b1"], ["x", "b0"], ["a0", "a1"], ["x", "a1", "b1"]], ids="-".join)
 def test_frozen(fp32, same_seed, leaves):
-    rates = (0.3, 0.3)
-    check_op(linear_with(rates), linear_with(rates, layer), inputs(45, 37, like=like(fp32), ranks=(3, 3)), leaves)
+    check_dropped(inputs(45, 37, fp32, (3, 3)), (0.3, 0.3), leaves)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_adapters_wider_than_the_base(same_seed, dtype):
-    tensors = inputs(45, 37, like={"dtype": dtype, "device": TRITON_DEVICE}, ranks=(3, 4), adapters=torch.float32)
-    got = check_op(linear_with((0.3, 0.1)), linear_with((0.3, 0.1), layer), tensors, leaves_of(tensors))
+    got = check_dropped(inputs(45, 37, Place("", TRITON_DEVICE, dtype), (3, 4), torch.float32), (0.3, 0.1))
     assert got["d_a0"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["split", "packed"])
-def test_lora_mlp(place, same_seed, monkeypatch, packed):
-    """gate, up and down have masks of their own. (In plain torch, where the op is three layers, they are torch's.)"""
-    if place.path == "torch":
-        monkeypatch.setattr(_gated, "use_triton", lambda x: True)
-        monkeypatch.setattr("liger_trainer.kernels.lora_mlp.forward", plain_forward)
-        monkeypatch.setattr("liger_trainer.kernels.lora_mlp.backward", plain_backward)
-        if place.dtype == torch.float64:
-            pytest.skip("the op is three layers")
-    ranks = {"gate": (4, 2), "up": (4,), "down": (5,)}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_lora_mlp(triton_fp32, same_seed, packed, dtype):
+    """gate, up and down have masks of their own. (In plain torch the op is three layers, whose masks are torch's.)"""
     rates = {"gate": (0.3, 0.0), "up": (0.3,), "down": (0.5,)}
-    tensors = mlp_inputs(45, 16, like=like(place), ranks=ranks, packed=packed)
-    check_op(mlp_with(rates, lora_mlp), mlp_with(rates, mlp_of_layers), tensors, leaves_of(tensors))
+    shapes = {"gate": (42, 16), "down": (16, 21)} if packed else {"gate": (21, 16), "up": (21, 16), "down": (16, 21)}
+    tensors = {"x": normal(45, 16, seed=9, spread=2.0)}
+    for name, shape in shapes.items():
+        tensors |= adapted(Draw(), name, *shape, ranks=(4, 2)[: len(rates[name])])
+    tensors = {name: x.to(triton_fp32.device, dtype) for name, x in tensors.items()}
+    ops = mlp_with(rates, lora_mlp), mlp_with(rates, mlp_of_layers)
+    check(*ops, tensors, None, leaves=leaves_of(tensors))
 
 
-def plain_forward(gate, up, activation, dtype):
-    return gated_reference(gate, up, activation).to(dtype)
-
-
-def plain_backward(dh, gate, up, dgate, dup, activation, h=None):
-    with torch.enable_grad():
-        leaves = [x.detach().clone().requires_grad_() for x in (gate, up)]
-        product = gated_reference(leaves[0], leaves[1], activation)
-    for out, gradient in zip((dgate, dup), torch.autograd.grad(product, leaves, dh), strict=True):
-        out.copy_(gradient)
-    if h is not None:
-        h.copy_(product)
-
-
-@on_triton
 @pytest.mark.parametrize("slots", [1, 4])
-def test_slots(slots):
+def test_slots(triton_fp32, slots):
     """Adapters whose matrices are sums of several, slot after slot of all of them: what split factors take."""
     rows, columns, adapters = 70, 100, ((5, 3277, 0.7), (5, 3277, 0.7), (7, 30000, 0.7), (40, 30000, 2.0))
     seed, total = draw_seed(torch.zeros(1, device=TRITON_DEVICE)), sum(rank for rank, *_ in adapters)
-    x, dx = (normal(rows, columns, like={"device": TRITON_DEVICE}, seed=i) for i in (0, 1))
-    a, g = (normal(n, m, like={"device": TRITON_DEVICE}) for n, m in ((slots * total, columns), (rows, slots * total)))
+    draw = functools.partial(normal, spread=2.0, like=triton_fp32)
+    x, dx = (draw(rows, columns, seed=i) for i in (0, 1))
+    a, g = (draw(n, m) for n, m in ((slots * total, columns), (rows, slots * total)))
     values, want_dx = torch.full_like(g, torch.nan), dx.double()
     values_of_kept(x, a, seed, runs_of(adapters, 2, slots), slots, values)
     parts = add_gradients(g, a, seed, runs_of(adapters, 2, slots), slots, x, dx)
@@ -248,21 +217,19 @@ def test_slots(slots):
 
 def test_split_factors(same_seed, wide_results):
     """fp32 adapters over bf16: the precision of fp32 in the gradients."""
-    tensors = inputs(
-        45, 37, like={"dtype": torch.bfloat16, "device": TRITON_DEVICE}, ranks=(4, 4), adapters=torch.float32
-    )
+    tensors = inputs(45, 37, Place("", TRITON_DEVICE, torch.bfloat16), (4, 4), torch.float32)
     assert Numerics.of(tensors["x"], adapters_of(tensors, (0.3, 0.3))).split
-    check_op(linear_with((0.3, 0.3)), linear_with((0.3, 0.3), layer), tensors, leaves_of(tensors))
+    check_dropped(tensors, (0.3, 0.3))
 
 
 def results_of(tensors, seed: int | None = None, run=None, rates=(0.4, 0.4)) -> dict[str, Tensor]:
     if seed is not None:
         torch.manual_seed(seed)
-    return outputs_and_grads(run or linear_with(rates), tensors, leaves_of(tensors), torch.float32)
+    return evaluate(run or linear_with(rates), tensors, None, leaves=leaves_of(tensors))
 
 
 def test_torch_s_seed_reproduces_the_masks(fp32):
-    tensors = inputs(8, 37, like=like(fp32), ranks=(4, 4))
+    tensors = inputs(8, 37, fp32, (4, 4))
     first, second, other, next_one = (results_of(tensors, seed) for seed in (3, 3, 4, None))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     for each in (other, next_one):
@@ -271,7 +238,7 @@ def test_torch_s_seed_reproduces_the_masks(fp32):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_makes_the_same_masks(fp32, reentrant):
-    tensors, linear = inputs(8, 37, like=like(fp32), ranks=(4, 4)), linear_with((0.4, 0.4))
+    tensors, linear = inputs(8, 37, fp32, (4, 4)), linear_with((0.4, 0.4))
     leaves, gradients = [tensors[name].requires_grad_() for name in leaves_of(tensors)], []
 
     def run(*values):
@@ -287,7 +254,7 @@ def test_checkpointing_makes_the_same_masks(fp32, reentrant):
 
 
 def test_a_retained_graph_has_the_same_masks(fp32):
-    tensors = inputs(8, 37, like=like(fp32))
+    tensors = inputs(8, 37, fp32)
     leaves = [tensors[name].requires_grad_() for name in leaves_of(tensors)]
     y = linear_with((0.4,))(**tensors)
     first = torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=True)
@@ -295,7 +262,7 @@ def test_a_retained_graph_has_the_same_masks(fp32):
 
 
 def test_no_mask_and_no_dropped_x_are_kept(fp32):
-    tensors, saved = inputs(45, 37, like=like(fp32), ranks=(4, 2)), []
+    tensors, saved = inputs(45, 37, fp32, (4, 2)), []
     for name in leaves_of(tensors):
         tensors[name].requires_grad_()
     given = {x.data_ptr() for x in tensors.values()}
@@ -306,9 +273,9 @@ def test_no_mask_and_no_dropped_x_are_kept(fp32):
 
 def test_compiles_whole(fp32):
     """torch.compile draws its own masks: at a rate so low that none drops anything, the numbers are those without."""
-    tensors = inputs(5, 37, like=like(fp32))
+    tensors = inputs(5, 37, fp32)
     compiled = torch.compile(linear_with((1e-9,)), fullgraph=True, backend="aot_eager")
-    check_op(compiled, linear_with((0.0,)), tensors, leaves_of(tensors))
+    check(compiled, linear_with((0.0,)), tensors, None, leaves=leaves_of(tensors))
     compiled = torch.compile(linear_with((0.5,)), fullgraph=True, backend="aot_eager")
     assert (compiled(**tensors) != linear_with((0.0,))(**tensors)).all()
 
@@ -316,7 +283,7 @@ def test_compiles_whole(fp32):
 @pytest.mark.parametrize("p", [1.0, -0.1, 2])
 def test_rates_that_are_refused(p):
     with pytest.raises(ValueError, match=rf"dropout of an adapter of weight must be from 0 to below 1, got {p}"):
-        linear_with((p,))(**inputs(5, 37, like={}))
+        linear_with((p,))(**inputs(5, 37, Place("", "cpu", torch.float32)))
 
 
 @pytest.mark.gpu
@@ -325,11 +292,8 @@ def test_rates_that_are_refused(p):
 def test_sizes_on_gpu(monkeypatch, same_seed, adapters, rows, columns):
     monkeypatch.undo()
     monkeypatch.setattr(_low_rank, "draw_seed", lambda x: torch.tensor([SEED], device=x.device))
-    tensors = inputs(
-        rows, columns, like={"dtype": torch.bfloat16, "device": "cuda"}, ranks=(16, 16, 8), adapters=adapters
-    )
-    rates = (0.05, 0.05, 0.05)
-    check_op(linear_with(rates), linear_with(rates, layer), tensors, leaves_of(tensors))
+    tensors = inputs(rows, columns, Place("", "cuda", torch.bfloat16), (16, 16, 8), adapters)
+    check_dropped(tensors, (0.05, 0.05, 0.05))
 
 
 @pytest.mark.gpu

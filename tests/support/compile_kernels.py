@@ -36,6 +36,9 @@ from liger_trainer.kernels import _triton
 
 _triton.use_triton = lambda x: True  # before the ops import it
 
+from kernel_checks import Place  # noqa: E402
+from op_table import CASES  # noqa: E402
+
 from liger_trainer.kernels import _linear_head  # noqa: E402
 from liger_trainer.kernels._cross_entropy_rows import FIELDS as CE_FIELDS  # noqa: E402
 from liger_trainer.kernels._cross_entropy_rows import CrossEntropyOptions, Targets, Tile  # noqa: E402
@@ -44,33 +47,15 @@ from liger_trainer.kernels._divergence_torch import FIELDS, DivergenceOptions, R
 from liger_trainer.kernels._dropout import add_gradients, runs_of, values_of_kept  # noqa: E402
 from liger_trainer.kernels._logits import LogitTransform  # noqa: E402
 from liger_trainer.kernels._low_rank import split  # noqa: E402
-from liger_trainer.kernels._packed_gate import Gate  # noqa: E402
 from liger_trainer.kernels._vocab_parallel import shard_rows  # noqa: E402
-from liger_trainer.kernels.activation_linear import activation_linear  # noqa: E402
 from liger_trainer.kernels.adamw import adamw_  # noqa: E402
-from liger_trainer.kernels.add_rms_norm import add_rms_norm  # noqa: E402
-from liger_trainer.kernels.clamped_swiglu import clamped_swiglu  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
 from liger_trainer.kernels.divergence_kinds import ROW_KINDS  # noqa: E402
-from liger_trainer.kernels.document_attention import document_attention  # noqa: E402
-from liger_trainer.kernels.gated_linear import gated_linear  # noqa: E402
-from liger_trainer.kernels.gated_rms_norm import gated_rms_norm  # noqa: E402
-from liger_trainer.kernels.geglu import geglu  # noqa: E402
 from liger_trainer.kernels.gradient_norm import gradient_norm  # noqa: E402
-from liger_trainer.kernels.jsd import jsd  # noqa: E402
-from liger_trainer.kernels.kl_div import kl_div  # noqa: E402
-from liger_trainer.kernels.layer_norm import layer_norm  # noqa: E402
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence  # noqa: E402
 from liger_trainer.kernels.linear_log_probs import linear_log_probs  # noqa: E402
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence  # noqa: E402
-from liger_trainer.kernels.lora_experts import SILU, StackedProjection, lora_experts  # noqa: E402
-from liger_trainer.kernels.qk_norm_rope import qk_norm_rope  # noqa: E402
-from liger_trainer.kernels.relu2 import relu2  # noqa: E402
-from liger_trainer.kernels.rms_norm import rms_norm  # noqa: E402
-from liger_trainer.kernels.rope import rope  # noqa: E402
-from liger_trainer.kernels.swiglu import swiglu  # noqa: E402
-from liger_trainer.kernels.tvd import tvd  # noqa: E402
 
 _linear_head.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
 
@@ -166,101 +151,35 @@ def step(op: Callable, *args, **options) -> None:
     torch.autograd.backward(outputs, [torch.rand_like(x) for x in outputs])
 
 
-def norms(dtype: torch.dtype) -> None:
-    x, w, b = leaf(N + 1, 1000, dtype=dtype), leaf(1000, dtype=dtype), leaf(1000, dtype=dtype)  # tiles with masks
-    step(rms_norm, x, w)
-    step(add_rms_norm, x, leaf(N + 1, 1000, dtype=dtype), w)
-    step(layer_norm, x, w, b)
-    step(gated_rms_norm, x, leaf(N + 1, 1000, dtype=dtype), w)
-    if not in_every_way(dtype):
-        return
-    wide, frozen = leaf(16384, dtype=torch.float32), leaf(4096, dtype=dtype, frozen=True)
-    x_4096, x_16384 = leaf(N, 4096, dtype=dtype), leaf(N, 16384, dtype=dtype)  # no masks; one row a tile
-    step(rms_norm, x_4096, frozen)
-    step(rms_norm, x_16384, wide)
-    step(rms_norm, x_16384.detach(), wide, cast_before_weight=True)
-    step(rms_norm, leaf(N, 2000, dtype=dtype)[:, :1000])  # strided, no weight
-    step(add_rms_norm, x, x.detach().float(), w.float(), cast_before_weight=True)
-    step(lambda *given: add_rms_norm(*given)[0], x_4096, x_4096.detach(), frozen)  # the sum is not used
-    gate = leaf(N, 4096, dtype=dtype)
-    step(gated_rms_norm, x_4096, gate, frozen, activation="sigmoid")
-    step(gated_rms_norm, x_4096, gate, leaf(4096, dtype=torch.float32), gate_first=True, groups=4)
-    step(gated_rms_norm, x_4096.detach(), gate, frozen, gate_first=True)
-    step(gated_rms_norm, leaf(N * 32, 128, dtype=dtype), leaf(N * 32, 128, dtype=dtype), leaf(128, dtype=dtype))
-    step(gated_rms_norm, leaf(N, 8192, dtype=dtype), leaf(N, 8192, dtype=dtype), leaf(8192, dtype=dtype))
-    step(layer_norm, x_4096, frozen, leaf(4096, dtype=dtype))
-    step(layer_norm, x.detach(), w, b.detach())
-    step(layer_norm, x)
+# Larger than any block, and no multiple of one; in turn widths that blocks divide, and one row a tile.
+WIDE = {"rows": N + 1, "hidden": 1000, "inner": 80, "vocab": V, "rank": 16, "width": 128, "positions": 33}
+OTHER_SIZES: dict[str, list[dict[str, int]]] = {
+    "rms_norm": [{"rows": N, "hidden": 4096}, {"rows": N, "hidden": 16384}],
+    "add_rms_norm": [{"rows": N, "hidden": 4096}], "layer_norm": [{"rows": N, "hidden": 4096}],
+    "gated_rms_norm": [{"rows": 32 * N, "hidden": 120}, {"hidden": 8184}], "swiglu": [{"rows": N, "hidden": 512}],
+    "document_attention": [{"rows": 4096}, {"width": 64}, {"width": 256}],
+    "lora_experts": [{"hidden": 2048, "rank": 64}, {"inner": 1200}],
+}  # fmt: skip
+ALWAYS = ("swiglu, packed", "kl_div, logits")  # by kernels that no op's first form launches
+SET_THEMSELVES = {"document_attention": {"rows": 70, "width": 128}, "lora_experts": {"rows": N, "hidden": 72}}
 
 
-def rotary(dtype: torch.dtype) -> None:
-    B, S, D = 2, 33, 128
-    q, k = leaf(B, S, 6, D, dtype=dtype), leaf(B, S, 2, D, dtype=dtype)
-    q_rows, k_rows = q.transpose(1, 2), k.transpose(1, 2)
-    weights = leaf(D, dtype=dtype), leaf(D, dtype=dtype)
-    angles = torch.rand(1, S, D).to(dtype), torch.rand(1, S, D).to(dtype)
-    step(rope, q_rows, k_rows, *angles)
-    step(qk_norm_rope, q, k, *weights, *angles, cast_before_weight=True)  # Qwen 3
-    if not in_every_way(dtype):
-        return
-    step(rope, q_rows, k_rows.detach(), *angles)
-    for shape, options in (
-        ((B, S, D), dict(interleaved=True)),
-        ((B, S, D // 2), {}),  # the rest of the columns does not turn
-        ((3, B, S, D), dict(mrope_section=(16, 24, 24))),
-        ((1, S, D // 2), dict(half_width=True)),
-        ((1, S, D // 4), dict(half_width=True, interleaved=True)),
-    ):
-        step(rope, q_rows, k_rows, torch.rand(shape), torch.rand(shape), **options)
-    turns = torch.rand(B, S, D), torch.rand(B, S, D)
-    step(qk_norm_rope, q, k, *(w.detach() for w in weights), *turns, interleaved=True, offset=1.0)
-    partial_turns = turns[0][..., :64], turns[1][..., :64]
-    step(qk_norm_rope, q.detach(), k, *(w.float() for w in weights), *partial_turns, cast_before_weight=True)
-    over_heads = leaf(6 * D, dtype=dtype), leaf(2 * D, dtype=dtype)  # OLMo 2
-    of_axes = torch.rand(3, B, S, D), torch.rand(3, B, S, D)
-    step(qk_norm_rope, q, k, *over_heads, *of_axes, norm_over_heads=True, mrope_section=(16, 24, 24))
-
-
-def packed_rows(dtype: torch.dtype) -> None:
-    def run(D: int, heads: int = 4, T: int = 70, **options) -> None:
-        q, k, v = leaf(T, heads + 4, D, dtype=dtype).split([heads, 2, 2], 1)
-        step(document_attention, q, k, v, torch.tensor([0, 30, T], dtype=torch.int32), **options)
-
-    run(128)
-    if not in_every_way(dtype):
-        return
-    run(64, window=16)
-    run(96, heads=2)
-    run(128, T=4096)  # a number of tokens that is a multiple of 16
-    run(256)
-
-
-def gated(dtype: torch.dtype) -> None:
-    width = 1000
-    gate, up, packed = (leaf(N, columns, dtype=dtype) for columns in (width, width, 2 * width))
-    weight, bias = leaf(48, width, dtype=dtype), leaf(48, dtype=dtype)
-    step(swiglu, gate, up)
-    step(swiglu, packed)
-    if not in_every_way(dtype):
-        return
-    step(swiglu, gate[:-1, :512], up[:-1, :512])  # whole blocks
-    step(swiglu, packed[:, :width], up.detach())
-    step(swiglu, gate.detach(), up.float())
-    for approximate in ("tanh", "none"):
-        step(geglu, gate, up, approximate=approximate)
-        step(geglu, packed, approximate=approximate)
-    for x in (gate, packed[:, :width]):
-        step(relu2, x)
-        step(relu2, x.half())
-    for activation in ("gelu", "relu2"):
-        step(gated_linear, gate, up, weight, bias, activation=activation)
-        step(activation_linear, gate, weight, bias, activation=activation)
-    step(gated_linear, packed, None, weight)
-    step(clamped_swiglu, gate, up, limit=7.0)
-    step(clamped_swiglu, gate, up.detach(), limit=7.0)
-    step(clamped_swiglu, packed, limit=7.0, alpha=1.702, shift=1.0, interleaved=True)
-    step(gated_linear, gate, up, weight.detach())
-    step(gated_linear, gate.detach(), up.detach(), weight)
+def table(dtype: torch.dtype) -> None:
+    """Every op of the layers and of given distributions; in every form, and frozen, if asked for."""
+    for name, case in CASES.items():
+        if name not in ALWAYS and name != case.op and not in_every_way(dtype):
+            continue
+        size = WIDE | SET_THEMSELVES.get(case.op, {})
+        if "mrope_section" in case.options or "groups" in case.options or "three" in case.form:
+            size = {}
+        for sizes in [size, *(size | other for other in OTHER_SIZES.get(name, []) if in_every_way(dtype))]:
+            tensors = case.inputs(Place("", "cpu", dtype), **sizes)
+            leaves = case.leaves_of(tensors)
+            for trained in [leaves, *([leaves[:1], leaves[1:]] if in_every_way(dtype) else [])]:
+                given = {k: x.detach().requires_grad_(k in trained) if isinstance(x, Tensor) and x.is_floating_point()
+                         else x for k, x in tensors.items()}  # fmt: skip
+                if trained:
+                    step(case.function, **given, **case.options)
 
 
 def low_rank(dtype: torch.dtype) -> None:
@@ -282,63 +201,6 @@ def low_rank(dtype: torch.dtype) -> None:
     add_gradients(values[:, :16].float(), a[:16].float(), seed, runs, 1, x, dx)
     for count, form in product((1, 3), ("hml", "hmlh", "hhhm")):
         split(torch.rand(N, count, 16), form, torch.empty(N, len(form), 40, dtype=dtype)[..., 8:24], 2.0)
-
-
-def experts(dtype: torch.dtype) -> None:
-    index = torch.stack([torch.randperm(6)[:2] for _ in range(N)])
-
-    def layer(outputs: int, inputs: int, rank: int, bias: bool) -> StackedProjection:
-        low = (leaf(6, rank, inputs, dtype=dtype), leaf(6, outputs, rank, dtype=dtype)) if rank else (None, None)
-        biases = leaf(6, outputs, dtype=dtype, frozen=True) if bias else None
-        return StackedProjection(leaf(6, outputs, inputs, dtype=dtype, frozen=True), biases, *low)
-
-    def run(gate: Gate = SILU, width: int = 72, inner: int = 80, rank: int = 16, bias: bool = False) -> None:
-        x, weights = leaf(N, width, dtype=dtype), leaf(N, 2, dtype=dtype)
-        step(
-            lora_experts,
-            x,
-            index,
-            weights,
-            layer(2 * inner, width, rank, bias),
-            layer(width, inner, rank, bias),
-            gate=gate,
-        )
-
-    run()
-    if not in_every_way(dtype):
-        return
-    run(Gate("gelu_tanh", "up first"), inner=1200)  # several blocks of the gate
-    run(Gate("gelu"), width=2048, rank=64)
-    run(Gate(layout="interleaved", limit=7.0, alpha=1.702, shift=1.0), bias=True)
-    run(rank=0, bias=True)  # a bias alone is added
-    x, weights = leaf(N, 72, dtype=dtype, frozen=True), leaf(N, 2, dtype=torch.float32, frozen=True)
-    step(lora_experts, x, index, weights, layer(160, 72, 5, False), layer(72, 80, 0, False))
-
-
-def distributions(dtype: torch.dtype) -> None:
-    x, t = leaf(2, N, V, dtype=dtype), leaf(2, N, V, dtype=dtype)
-    for from_logits in (False, True):
-        step(kl_div, x, t, from_logits=from_logits)
-    if not in_every_way(dtype):
-        return
-    frozen, labels = t.detach(), torch.randint(-100, V, (2, N))
-    for op, options in (
-        (kl_div, {}),
-        (kl_div, dict(log_target=True)),
-        (kl_div, dict(from_logits=True, temperature=2.0)),
-        (jsd, {}),
-        (jsd, dict(from_logits=True, temperature=2.0)),
-        (tvd, {}),
-        (tvd, dict(from_logits=True)),
-    ):
-        step(op, x, t, **options)
-    for from_logits in (False, True):
-        step(kl_div, x, frozen, labels=labels, from_logits=from_logits)
-        step(jsd, x, frozen, labels=labels, reduction="none", from_logits=from_logits)
-    step(kl_div, x[:, 1:], t[:, 1:].float(), reduction="sum")
-    with torch.no_grad():
-        kl_div(x, t)
-        kl_div(x, t, from_logits=True)
 
 
 def cross_entropies(dtype: torch.dtype) -> None:
@@ -393,8 +255,7 @@ def heads(dtype: torch.dtype) -> None:
     sparse(bias=bias, labels=labels, ce_weight=0.5, **options)
     for kind in ("reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd"):
         sparse(kind=kind)
-    every_kind = dict.fromkeys(KINDS, 0.3)
-    sparse(kind=every_kind, bias=bias, labels=labels, ce_weight=0.5, top_ids=labels, **options)
+    sparse(kind=mix, bias=bias, labels=labels, ce_weight=0.5, top_ids=labels, **options)
     with torch.no_grad():
         linear_cross_entropy(hidden, weight, labels)
         linear_divergence(hidden, weight, *teacher)
@@ -412,10 +273,6 @@ def optimizer(dtype: torch.dtype) -> None:
         gradient_norm(tensors[1])
 
 
-def embeddings(dtype: torch.dtype) -> None:
-    """Tokens in one span and in several."""
-
-
 class OneRank:
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -429,7 +286,7 @@ def shards(dtype: torch.dtype) -> None:
     out, bias, numbers = torch.zeros(len(FIELDS), N), torch.randn(V, dtype=dtype), torch.rand(N)
     mix = dict.fromkeys(ROW_KINDS, 0.3)
     every = DivergenceOptions(mix, 0.3, 0.2, 0.5, 0.5, 2.0, 0.1, 0.1, True, LogitTransform(1.5, 5.0))
-    for options in (DivergenceOptions({"forward_kl": 1.0}), DivergenceOptions({"skew_kl": 1.0}), every):
+    for options in (DivergenceOptions({"forward_kl": 1.0}), DivergenceOptions({ROW_KINDS[-1]: 1.0}), every):
         biases = (bias, bias) if options is every else (None, None)
         rows = RowInputs(student, teacher, *biases, labels, numbers if options is every else None)
         divergence_shard(rows, 32, 2 * V, out, student, options, OneRank())
@@ -443,10 +300,7 @@ def loss_of(op: Callable) -> Callable:
     return lambda *args, **options: op(*args, **options).loss
 
 
-GROUPS = (
-    norms, rotary, packed_rows, gated, low_rank, experts, distributions, cross_entropies, heads, optimizer, embeddings,
-    shards,
-)  # fmt: skip
+GROUPS = (table, low_rank, cross_entropies, heads, optimizer, shards)
 
 
 def main() -> None:

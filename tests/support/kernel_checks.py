@@ -1,31 +1,28 @@
-"""How the kernels are checked: every output of an op against fp64, within twice the error of plain torch."""
+"""How kernels are checked: every output and gradient of an op against fp64, within twice the error of plain torch."""
 
 import functools
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from small_blocks import kernel_modules, set_blocks
 from torch import Tensor
 
-from liger_trainer.kernels import (
-    _cross_entropy_rows,
-    _divergence_kernels,
-    linear_cross_entropy,
-    linear_divergence,
-)
-from liger_trainer.kernels._triton import INSTALLED, INTERPRETED
+from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from liger_trainer.kernels.linear_divergence import linear_divergence, linear_divergence_reference
+from liger_trainer.kernels.runtime import INSTALLED, is_interpreted
 
-CUDA = torch.cuda.is_available() and not INTERPRETED
+CUDA = torch.cuda.is_available() and not is_interpreted()
 TRITON_DEVICE = "cuda" if CUDA else "cpu"
 PATHS: dict[str, list[torch.dtype]] = {"torch": [torch.float64, torch.float32, torch.bfloat16, torch.float16]}
-if INSTALLED and (CUDA or INTERPRETED):  # the interpreter computes in numpy, which has no bf16
+if INSTALLED and (CUDA or is_interpreted()):  # the interpreter computes in numpy, which has no bf16
     PATHS["triton"] = [torch.float32, torch.float16] + [torch.bfloat16] * CUDA
 
 LEAVES = ("hidden", "weight", "bias")
 # Options that a reference does not take.
 ONLY_OURS = (
     "workspace_mb", "logits_dtype", "rows", "recompute", "accumulate_dtype", "overwrite_hidden", "inplace",
+    "remake",
 )  # fmt: skip
 
 
@@ -37,25 +34,22 @@ class Place(NamedTuple):
     dtype: torch.dtype
 
 
-def set_path(monkeypatch, path: str, block: int = 16) -> str:
-    """Send every op down the Triton or the torch path, with blocks so short that a small vocabulary takes several.
+def set_path(monkeypatch, path: str, shipped: bool = False, block: int = 16) -> str:
+    """Send every op down the Triton or the torch path, with small blocks (of logits `block`), or those shipped.
 
-    Returns the device to put tensors on.
+    Return the device to put tensors on.
     """
-    for module in _with_paths(len(sys.modules)):
-        monkeypatch.setattr(module, "use_triton", lambda x: path == "triton")
-    for name in ("BLOCK", "TILE_BLOCK"):
-        monkeypatch.setattr(_cross_entropy_rows, name, block)
-    monkeypatch.setattr(_divergence_kernels, "LANES", max(2, block // 2))
-    monkeypatch.setattr(_divergence_kernels, "VECTOR_BYTES", 8)
+    for module in kernel_modules().values():
+        if hasattr(module, "use_triton"):
+            monkeypatch.setattr(module, "use_triton", lambda x: path == "triton")
+    if not shipped:
+        set_blocks(monkeypatch, block)
     return TRITON_DEVICE if path == "triton" else "cpu"
 
 
-@functools.cache
-def _with_paths(imported: int) -> list[Any]:
-    """Return the modules that ask which path to take, looked for whenever others have been imported."""
-    named = [(name, module) for name, module in sys.modules.items() if name.startswith("liger_trainer.kernels.")]
-    return [module for _, module in named if hasattr(module, "use_triton")]
+def normal(*shape: int, seed: int = 0, spread: float = 1.0, like: Place | None = None) -> Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
+    return drawn if like is None else drawn.to(like.device, like.dtype)
 
 
 def random_inputs(
@@ -76,18 +70,9 @@ def random_inputs(
 
 
 def random_pair(
-    n: int,
-    h: int,
-    teacher_h: int,
-    v: int,
-    *,
-    dtype=torch.float32,
-    device="cpu",
-    bias=False,
-    ignored=0.0,
-    labels=True,
+    n: int, h: int, teacher_h: int, v: int, *, dtype=torch.float32, device="cpu", bias=False, ignored=0.0, labels=True,
     seed=0,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Inputs of `linear_divergence`: a teacher that agrees with the student on about half of the tokens."""
     student = random_inputs(n, h, v, bias=bias, ignored=ignored, seed=seed)
     teacher = random_inputs(n, teacher_h, v, bias=bias, seed=seed + 1)
@@ -99,24 +84,45 @@ def random_pair(
     return {k: x.to(device, dtype if x.is_floating_point() else None) for k, x in tensors.items()}
 
 
+def double(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in tensors.items()}
+
+
 def evaluate(
-    op: Callable, tensors: Mapping[str, Any], upstream: float | Tensor = 1.0, frozen=(), leaves=LEAVES, **options
-) -> dict[str, Tensor]:
-    """Every field of the op's result by name, and the gradient of each leaf as d_<name>.
+    op: Callable, tensors: Mapping[str, Any], upstream: float | Tensor | None = 1.0, frozen=(),
+    leaves: Sequence[str] = LEAVES, rounded: torch.dtype | None = None, **options,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Every output of the op by name, and the gradient of each leaf as d_<name>.
 
-    upstream is the loss's own gradient, (N,) or one for all.
+    Args:
+        upstream: the gradient of the loss, one for all tokens or of each; None: of every output, at random.
+        rounded: what the random ones are rounded to, so that every dtype gets the same; by default the first leaf's.
+        leaves: the tensors that get a gradient, if given and not in `frozen`. They keep their strides.
     """
-    tensors = {k: x.detach().requires_grad_(k in leaves and k not in frozen) for k, x in tensors.items()}
-    result = op(**tensors, **options)
-    inputs = {f"d_{k}": x for k, x in tensors.items() if x.requires_grad}
-    upstream = torch.as_tensor(upstream).to(result.loss).expand(result.loss.shape)
-    grads = torch.autograd.grad(result.loss, list(inputs.values()), upstream)
-    return {k: x.detach() for k, x in fields(result).items()} | dict(zip(inputs, grads, strict=True))
+    wanted = [k for k in leaves if tensors.get(k) is not None and k not in frozen]
+    inputs = {k: x.detach().requires_grad_(k in wanted) if isinstance(x, Tensor) else x for k, x in tensors.items()}
+    outputs = fields(op(**inputs, **options))
+    if upstream is None:
+        rounded, numbers = rounded or dtype_of(tensors, leaves), enumerate(outputs.values())
+        trained = [(x, normal(*x.shape, seed=i).to(rounded).to(x)) for i, x in numbers if x.requires_grad]
+    else:
+        trained = [(outputs["loss"], torch.as_tensor(upstream).to(outputs["loss"]).expand(outputs["loss"].shape))]
+    results, ups = zip(*trained, strict=True) if wanted else ((), ())
+    grads = torch.autograd.grad(results, [inputs[k] for k in wanted], ups) if wanted else ()
+    return {k: x.detach() for k, x in outputs.items()} | {f"d_{k}": g for k, g in zip(wanted, grads, strict=True)}
 
 
-def fields(result) -> dict[str, Tensor]:
-    """Of an op's result, by name; the terms of a loss among them as `of <kind>`."""
-    named = result._asdict()
+def dtype_of(tensors: Mapping[str, Any], leaves: Sequence[str]) -> torch.dtype:
+    return next(tensors[k].dtype for k in leaves if tensors.get(k) is not None)
+
+
+def fields(result: Any) -> dict[str, Tensor]:
+    """Of an op's result, by name, or else as out0, out1, ...; the terms of a loss among them as `of <kind>`."""
+    if isinstance(result, Tensor):
+        return {"out0": result}
+    if not hasattr(result, "_asdict"):
+        return {f"out{i}": x for i, x in enumerate(result)}
+    named = {k: x for k, x in result._asdict().items() if x is not None}
     return named | {f"of {kind}": x for kind, x in named.pop("terms", {}).items()}
 
 
@@ -155,40 +161,49 @@ def assert_within_plain_error(
 
 
 def largest_logit(tensors: Mapping[str, Tensor], scale=1.0, teacher_scale=1.0, temperature=1.0, **_) -> float:
-    logits = [torch.zeros(1)]
+    """0 for what is no loss of logits."""
+    logits = [0.0]
     if "logits" in tensors and tensors["logits"].numel():
-        logits.append((tensors["logits"] * scale).abs().amax()[None])
+        logits.append((tensors["logits"] * scale).abs().max().item())
     for side, factor in (("", scale), ("teacher_", teacher_scale)):
         if f"{side}hidden" in tensors and tensors["hidden"].numel():
-            logits.append((tensors[f"{side}hidden"] @ tensors[f"{side}weight"].t() * factor).abs().amax()[None])
-    return max(x.item() for x in logits) * max(1.0, 1 / temperature)
+            logits.append((tensors[f"{side}hidden"] @ tensors[f"{side}weight"].t() * factor).abs().max().item())
+    return max(logits) * max(1.0, 1 / temperature)
 
 
 def check(
-    op: Callable, reference: Callable, tensors: Mapping[str, Any], upstream: float | Tensor = 1.0, frozen=(),
-    leaves=LEAVES, **options,
-) -> dict:  # fmt: skip
-    """Compare every field and gradient of op with its reference in fp64; return what op gave."""
+    op: Callable, reference: Callable, tensors: Mapping[str, Any], upstream: float | Tensor | None = 1.0, frozen=(),
+    leaves: Sequence[str] = LEAVES, **options,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Compare every output and gradient of op with its reference in fp64; return what op gave."""
     plain_options = {k: v for k, v in options.items() if k not in ONLY_OURS}
-    double = {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()}
-    got = evaluate(op, tensors, upstream, frozen, leaves, **options)
-    plain = evaluate(reference, tensors, upstream, frozen, leaves, **plain_options)
-    truth = evaluate(reference, double, upstream, frozen, leaves, **plain_options)
-    assert got.keys() == truth.keys()
-    compute, logits = tensors[leaves[0]].dtype, largest_logit(double, **options)
+    compute, exact = dtype_of(tensors, leaves), double(tensors)
+    how = {"upstream": upstream, "frozen": frozen, "leaves": leaves, "rounded": compute}
+    got = evaluate(op, tensors, **how, **options)
+    plain = evaluate(reference, tensors, **how, **plain_options)
+    truth = evaluate(reference, exact, **how, **plain_options)
+    compare(got, plain, truth, tensors, compute, largest_logit(exact, **options))
+    return got
+
+
+def compare(got, plain, truth, tensors: Mapping[str, Any], compute: torch.dtype, logits: float = 0.0) -> None:
+    """The results of an op, of its reference, and of that in fp64: dtypes, and errors."""
+    assert got.keys() == plain.keys() == truth.keys()
     for name in truth:
         expected = tensors[name[2:]].dtype if name[:2] == "d_" else plain[name].dtype
         assert got[name].dtype == expected, f"{name} is {got[name].dtype}, expected {expected}"
         assert_within_plain_error(name, got[name], plain[name], truth[name], compute, logits)
-    return got
 
 
-check_cross_entropy = functools.partial(
-    check, linear_cross_entropy.linear_cross_entropy, linear_cross_entropy.linear_cross_entropy_reference
-)
-check_divergence = functools.partial(
-    check, linear_divergence.linear_divergence, linear_divergence.linear_divergence_reference
-)
+def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], **tolerance: float) -> None:
+    """Each of `expected` is in `got`; without a tolerance, to the bit."""
+    for name, x in expected.items():
+        how = tolerance or {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(got[name], x, msg=lambda m, name=name: f"{name}: {m}", equal_nan=True, **how)
+
+
+check_cross_entropy = functools.partial(check, linear_cross_entropy, linear_cross_entropy_reference)
+check_divergence = functools.partial(check, linear_divergence, linear_divergence_reference)
 
 
 def under_autocast(op, dtype: torch.dtype):
