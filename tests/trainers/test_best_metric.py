@@ -1,15 +1,16 @@
 """Which way metrics are better, for what chooses by them."""
 
 import pytest
-from tiny import completions, tiny_model, tiny_tokenizer, train_args
-from trl import SFTConfig, SFTTrainer
+from tiny import completions, train_args
+from trainings import a_teacher, distill, sft
+from trl import SFTTrainer
 from trl.experimental.gkd import GKDConfig
 
-from liger_trainer import DistillationCallback, LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import DistillationCallback, LigerConfig, LigerDistillConfig
 from liger_trainer.trainers.best_metric import greater_is_better, is_neither
 
 LESS = "loss eval_loss perplexity eval_rows_forward_kl reverse_kl kd_loss jsd loss/alm law/forward_kl spans/student_nll"
-FOLLOW = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+FOLLOW = {"eval_data": completions(4, seed=1), "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
 
 
 def test_each_metric_has_its_direction():
@@ -31,31 +32,22 @@ def test_our_configurations_choose_by_it(config):
     assert chosen("entropy", greater_is_better=False) is False
 
 
-def trainer_of(args, cls=LigerTrainer, **kwargs):
-    return cls(
-        tiny_model(), args=args, train_dataset=completions(8), eval_dataset=completions(4, seed=1),
-        processing_class=tiny_tokenizer(), **kwargs,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("scheduler", ["reduce_lr_on_plateau", "greedy"])
 @pytest.mark.parametrize(
     ("metric", "mode"), [("mean_token_accuracy", "max"), ("perplexity", "min"), (None, "min"), ("accuracy", "max")]
 )
 def test_learning_rates_that_follow_evaluations_follow_it(scheduler, metric, mode):
-    args = train_args(LigerConfig, metric_for_best_model=metric, lr_scheduler_type=scheduler, **FOLLOW)
-    trainer = trainer_of(args)
+    trainer = sft(config=LigerConfig, **FOLLOW, metric_for_best_model=metric, lr_scheduler_type=scheduler)
     trainer.create_optimizer_and_scheduler(2)
     assert trainer.lr_scheduler.mode == mode
 
 
 def test_a_guess_of_transformers_is_corrected_and_said():
-    with pytest.warns(UserWarning, match="transformers takes more perplexity for the better; less is"):
-        trainer_of(args := train_args(SFTConfig, metric_for_best_model="perplexity", **FOLLOW))
-    with pytest.warns(UserWarning, match="transformers takes more forward_kl for the better"):
-        theirs = train_args(GKDConfig, metric_for_best_model="forward_kl", **FOLLOW)
-        of_gkd = trainer_of(theirs, LigerDistillTrainer, teacher_model=tiny_model(seed=1))
-    with pytest.warns(UserWarning, match="transformers takes more forward_kl for the better"):
-        foreign = train_args(SFTConfig, metric_for_best_model="forward_kl", **FOLLOW)
-        trainer_of(foreign, SFTTrainer, callbacks=[DistillationCallback(tiny_model(seed=1))])
-    assert not (args.greater_is_better or of_gkd.args.greater_is_better or foreign.greater_is_better)
+    for make, metric in (
+        (sft, "perplexity"),
+        (lambda **options: distill(config=GKDConfig, **options), "forward_kl"),
+        (lambda **options: sft(cls=SFTTrainer, callbacks=[DistillationCallback(a_teacher())], **options), "forward_kl"),
+    ):
+        with pytest.warns(UserWarning, match=f"transformers takes more {metric} for the better"):
+            trainer = make(metric_for_best_model=metric, **FOLLOW)
+        assert not trainer.args.greater_is_better

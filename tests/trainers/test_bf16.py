@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
-from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
+from commands import save_models
+from tiny import texts, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerConfig, LigerDistillConfig, LigerTrainer
 from liger_trainer.trainers import sft_config
@@ -34,9 +34,8 @@ def test_a_configuration_without_bf16_on_a_cpu(config, tmp_path):
 
 def test_a_trainer_without_arguments_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rows = Dataset.from_list([{"text": " ".join(WORDS[i : i + 5])} for i in range(8)])
-    tiny_model("llama_tied").save_pretrained("some/model")
-    tiny_tokenizer().save_pretrained("some/model")
+    rows = texts(8)
+    save_models(tmp_path / "some", "model")
     trainer = LigerTrainer("some/model", train_dataset=rows)
     assert isinstance(trainer.args, LigerConfig) and trainer.args.output_dir == "model-SFT"
     assert trainer.train_dataset.num_rows == len(rows)
