@@ -1,11 +1,13 @@
 """Trainers of tiny models in one line each, and what they log."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
 
+import pytest
 import torch
-from tiny import completions, double_copy, tiny_model, tiny_tokenizer, train_args
+from splits import capture_gradients
+from tiny import assert_same_gradients, completions, double_copy, tiny_model, tiny_tokenizer, train_args
 from transformers import TrainerCallback
 from trl import SFTConfig
 
@@ -84,3 +86,23 @@ def supervised_logits(models, row) -> tuple[Any, ...]:
     with torch.no_grad():
         logits = [double_copy(model)(input_ids=ids).logits[0, :-1][keep] for model in models]
     return *logits, labels[keep]
+
+
+def step(trainer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Train; return the first logs, without times, and the gradients of the last step."""
+    gradients = capture_gradients(trainer)
+    return measured(trained(trainer).state.log_history[0]), gradients
+
+
+def measured(logs: dict[str, Any]) -> dict[str, Any]:
+    """What does not depend on the clock."""
+    return {name: value for name, value in logs.items() if not name.endswith(("runtime", "per_second", "_time"))}
+
+
+def assert_same_step(got: Any, want: Any, rtol: float = 1e-5, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """The first step of two trainings logs the same, of these names or of all, and has the same gradients."""
+    (logs, gradients), (truth, expected) = step(got), step(want)
+    for name in truth if names is None else names:
+        assert logs[name] == pytest.approx(truth[name], rel=rtol, abs=rtol / 10), name
+    assert_same_gradients(gradients, expected, 10 * rtol)
+    return logs

@@ -6,9 +6,10 @@ import signal
 import pytest
 from datasets import Dataset, IterableDataset
 from tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer, train_args
-from trl import SFTConfig, chat_template_utils
+from trainings import sft
+from trl import chat_template_utils
 
-from liger_trainer import LigerConfig, LigerDistillConfig, LigerTrainer
+from liger_trainer import LigerConfig, LigerDistillConfig
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.run.data.datasets import load_run_datasets
@@ -77,12 +78,8 @@ def run(tmp_path, monkeypatch):
     return load
 
 
-def trainer_of(rows, tokenizer=None, cls: type[SFTConfig] = SFTConfig, **options):
-    rows = Dataset.from_list(rows) if isinstance(rows, list) else rows
-    return LigerTrainer(
-        tiny_model(), args=train_args(cls, **options), train_dataset=rows,
-        processing_class=tokenizer or tiny_tokenizer(),
-    )  # fmt: skip
+def trainer_of(rows, **options):
+    return sft(data=Dataset.from_list(rows) if isinstance(rows, list) else rows, **options)
 
 
 def seen(run, rows: list[dict], *overrides: str) -> list:
@@ -115,8 +112,6 @@ def test_the_last_turn_alone(run):
     for (document,) in seen(run, rows, "last_turn_only=true"):
         assert [piece.supervised for piece in document] == [False, True]
         assert document[0].text.count("<assistant>") == 2
-    with pytest.raises(ConfigError, match="last_turn_only: needs rows of chat messages; the rows have plain text"):
-        run([{"text": "w1 w2"}] * 4, "last_turn_only=true")
 
 
 STANFORD = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
@@ -135,22 +130,30 @@ def test_stanfords_prompt_as_a_message_and_as_text(run):
     assert {(row["prompt"][0]["content"], row["completion"][0]["content"]) for row in chat} == {
         (asked[i], answers[i]) for i in asked
     }
-    trainer = trainer_of(rows, cls=LigerConfig, alpaca_prompt="stanford_text", max_length=None)  # and in Python
+    trainer = trainer_of(rows, config=LigerConfig, alpaca_prompt="stanford_text", max_length=None)  # and in Python
     tokenizer = tiny_tokenizer()
     assert trainer.train_dataset[0]["input_ids"] == tokenizer(asked["Add."] + "\n4<eos>")["input_ids"]
     assert trainer.train_dataset[0]["labels"][-3:] == [-100, *tokenizer("4 <eos>")["input_ids"]]
 
 
-def test_where_stanfords_prompt_does_not_fit(run):
-    alpaca = {"instruction": "w1", "output": "w2"}
-    with pytest.raises(DataError, match="stanford_text has no place for the system prompt or the history of a row"):
-        run([{**alpaca, "system": "w3"}] * 4, "alpaca_prompt=stanford_text")
-    with pytest.raises(ConfigError, match="alpaca_prompt: needs the columns instruction and output;"):
-        run(OF_MESSAGES, "alpaca_prompt=stanford")
-    for options in (["supervised_part=content"], ["supervised_part=content", "alpaca_prompt=stanford_text"]):
-        rows = [alpaca] * 4 if len(options) > 1 else [{"text": "w1 w2"}] * 4
-        with pytest.raises(ConfigError, match="supervised_part: needs rows of chat messages"):
-            run(rows, *options)
+ALPACA, TEXT = {"instruction": "w1", "output": "w2"}, {"text": "w1 w2"}
+DO_NOT_FIT = [
+    (
+        {**ALPACA, "system": "w3"},
+        ["alpaca_prompt=stanford_text"],
+        "stanford_text has no place for the system prompt",
+    ),
+    (OF_MESSAGES[0], ["alpaca_prompt=stanford"], "alpaca_prompt: needs the columns instruction and output;"),
+    (TEXT, ["supervised_part=content"], "supervised_part: needs rows of chat messages"),
+    (ALPACA, ["supervised_part=content", "alpaca_prompt=stanford_text"], "supervised_part: needs rows of chat messag"),
+    (TEXT, ["last_turn_only=true"], "last_turn_only: needs rows of chat messages; the rows have plain text"),
+]
+
+
+@pytest.mark.parametrize(("row", "options", "message"), DO_NOT_FIT)
+def test_keys_that_the_rows_do_not_fit(run, row, options, message):
+    with pytest.raises((ConfigError, DataError), match=message):
+        run([row] * 4, *options)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), EQUAL, ids=["sharegpt", "alpaca"])
@@ -278,10 +281,8 @@ _ENDLESS = {
 def test_a_template_that_never_ends_is_stopped(monkeypatch, way, role):
     monkeypatch.setattr(chat_checks, "RENDER_SECONDS", 0.3)
     monkeypatch.setattr(chat_checks, "RENDER_MIB", 100.0)
-    handler, rows = (
-        signal.getsignal(signal.SIGALRM),
-        Dataset.from_list([{"messages": [{"role": role, "content": "w1"}]}]),
-    )
+    handler = signal.getsignal(signal.SIGALRM)
+    rows = Dataset.from_list([{"messages": [{"role": role, "content": "w1"}]}])
     template, why = _ENDLESS[way]
     with pytest.raises(ConfigError, match=f"row 0: the chat template does not come to an end: rendering the row {why}"):
         check_chats(rows, tiny_tokenizer(), template, "row {}".format)
@@ -347,11 +348,9 @@ def test_what_trl_refuses_is_refused_in_its_words():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat_template is not set"):
-        trainer_of(OF_MESSAGES, tokenizer)
+        trainer_of(OF_MESSAGES, processing_class=tokenizer)
     with pytest.raises(TypeError, match="must be a `Dataset` or `IterableDataset`"):
-        LigerTrainer(
-            tiny_model(), args=train_args(SFTConfig), train_dataset=OF_MESSAGES, processing_class=tiny_tokenizer()
-        )
+        sft(data=OF_MESSAGES)
 
 
 def test_a_conversation_of_a_system_prompt_alone_is_read():

@@ -4,13 +4,15 @@ import copy
 
 import pytest
 import torch
+import trainings
 from datasets import Dataset
-from tiny import assert_same_gradients, named_gradients, train_args
-from trl import SFTConfig, SFTTrainer
+from tiny import assert_same_gradients, named_gradients
+from trainings import logged, trained
+from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision import VISION_FAMILIES, picture_answers, picture_chats, vision_model, vision_processor
 
-from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
+from liger_trainer import LigerConfig, patch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 families = pytest.mark.parametrize("family", VISION_FAMILIES)
@@ -38,35 +40,27 @@ def of_one_shape(count=8):
     return Dataset.from_list([row] * count)
 
 
-def losses(trainer_class, config_class, family, arguments=None, **options):
+def run(family, make=trainings.sft, **options):
     processor = vision_processor(family)
-    args = train_args(
-        config_class, use_cpu=False, max_steps=6, per_device_train_batch_size=2, max_length=None, **options
-    )
-    trainer = trainer_class(
-        vision_model(family, processor), args=args, train_dataset=of_one_shape(12), processing_class=processor,
-        **(arguments or {}),
-    )  # fmt: skip
-    trainer.train()
-    return [log["loss"] for log in trainer.state.log_history if "loss" in log], trainer
+    options = {"max_steps": 6, "per_device_train_batch_size": 2, "max_length": None, "use_cpu": False, **options}
+    model = vision_model(family, processor)
+    return trained(make(model, data=of_one_shape(12), processing_class=processor, **options))
 
 
 @families
 def test_layers_in_graphs_train_as_they_do_without(family):
-    want, _ = losses(SFTTrainer, SFTConfig, family)
-    got, trainer = losses(LigerTrainer, LigerConfig, family, cuda_graphs="always")
-    assert got == pytest.approx(want, rel=1e-3)
+    want = run(family, cls=SFTTrainer)
+    trainer = run(family, config=LigerConfig, cuda_graphs="always")
+    assert logged(trainer) == pytest.approx(logged(want), rel=1e-3)
     if family != "gemma4":  # whose layers write keys and values into a dictionary
         assert "layers of the student" in trainer.graph_reports["student"]
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 def test_distillation_with_graphs_of_both_models(family):
-    results = {}
-    for graphs in ("never", "always"):
-        teacher = vision_model(family, seed=1)
-        results[graphs], _ = losses(
-            LigerDistillTrainer, LigerDistillConfig, family, {"teacher_model": teacher}, cuda_graphs=graphs
-        )
-    assert results["always"] == pytest.approx(results["never"], rel=1e-3)
-    assert torch.tensor(results["always"]).isfinite().all()
+    never, always = (
+        logged(run(family, trainings.distill, teacher=vision_model(family, seed=1), cuda_graphs=graphs))
+        for graphs in ("never", "always")
+    )
+    assert always == pytest.approx(never, rel=1e-3)
+    assert torch.tensor(always).isfinite().all()

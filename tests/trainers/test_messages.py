@@ -3,10 +3,11 @@
 import json
 
 import pytest
+import trainings
 from datasets import Dataset, Features, IterableDataset, Json, List, Value
-from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
+from tiny import WORDS, tiny_tokenizer
 
-from liger_trainer import LigerConfig, LigerTrainer
+from liger_trainer import LigerConfig
 from liger_trainer.errors import DataError
 from liger_trainer.run.data.json_rows import as_written
 from liger_trainer.trainers.chat_checks import check_chats, fit_arguments, fitting
@@ -102,12 +103,14 @@ def test_other_parts_and_marks_are_refused_by_row(message, problem):
         in_messages(as_written({"messages": [answered({"content": "w2"}), answered(message)]}))
 
 
+def sft(**options):
+    return trainings.sft(config=LigerConfig, **options)
+
+
 def supervised(chats: list, template: str, **options) -> list[str]:
     tokenizer = with_template(template)
     rows = as_written({"messages": chats}) if isinstance(chats, list) else chats
-    trainer = LigerTrainer(
-        tiny_model(), args=train_args(LigerConfig, **options), train_dataset=rows, processing_class=tokenizer
-    )
+    trainer = sft(data=rows, processing_class=tokenizer, **options)
     return [tokenizer.decode([i for i in row["labels"] if i != -100]) for row in trainer.train_dataset]
 
 
@@ -136,10 +139,7 @@ def test_marks_of_a_stream():
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        (
-            {"messages": called({"a": 1})},
-            "row 0: the chat template does not write 'tool_calls'.*allow_unwritten_fields",
-        ),
+        ({"messages": called({"a": 1})}, "row 0: the chat template does not write 'tool_calls'.*allow_unwritten_fi"),
         ({"messages": answered({"content": "w2", "reasoning_content": "w3"})}, "does not write 'reasoning_content'"),
         ({"messages": answered({"content": "w2"}), "tools": [{"name": "f"}]}, "does not write 'tools'"),
     ],
@@ -204,18 +204,10 @@ def test_a_column_system_is_the_first_message(form):
 def test_a_formatting_func_is_read_where_rows_have_messages():
     rows = Dataset.from_list([{"messages": answered({"content": "w2"})}] * 2)
 
-    def train(function):
-        return LigerTrainer(
-            tiny_model(), args=train_args(LigerConfig), train_dataset=rows, formatting_func=function,
-            processing_class=tiny_tokenizer(),
-        ).train_dataset  # fmt: skip
-
-    tokenizer = tiny_tokenizer()
-    assert {tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in train(lambda row: WORDS[7])} == {
-        WORDS[7]
-    }
+    made = sft(data=rows, formatting_func=lambda row: WORDS[7]).train_dataset
+    assert {tiny_tokenizer().decode(row["input_ids"], skip_special_tokens=True) for row in made} == {WORDS[7]}
     with pytest.raises(DataError, match="formatting_func: expected the text of one row, got \\["):
-        train(lambda row: [WORDS[7]])
+        sft(data=rows, formatting_func=lambda row: [WORDS[7]])
 
 
 def test_a_chat_without_an_answer_is_named():
@@ -243,10 +235,7 @@ COLUMNS = {
 def test_rows_in_python_that_cannot_be_learned_are_refused(name):
     columns, message = COLUMNS[name]
     with pytest.raises(DataError, match=message):
-        LigerTrainer(
-            tiny_model(), args=train_args(LigerConfig), processing_class=tiny_tokenizer(),
-            train_dataset=Dataset.from_dict(columns),
-        )  # fmt: skip
+        sft(data=Dataset.from_dict(columns))
 
 
 def test_a_column_without_any_text_is_none_of_numbers():
