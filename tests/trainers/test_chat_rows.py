@@ -216,60 +216,68 @@ def test_a_role_that_the_template_does_not_know_is_named_with_its_row(run, key):
         trainer_of(rows)
 
 
-def test_tool_roles_where_the_template_names_them():
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    chat = [
-        {"role": "user", "content": "w1"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "w2"},
-        {"role": "assistant", "content": "w3"},
-    ]
-    rows = Dataset.from_list([{"messages": chat}])
-    for name in ("qwen3", "llama3_1", "gptoss"):  # by ==, by `in [...]`
-        template = getattr(chat_template_utils, f"{name}_chat_template", None)
-        if template is not None:
-            check_chats(rows, tiny_tokenizer(), template, "row {}".format)
+MESSAGE = "{{ m['content'] }}{% endfor %}"
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TOOLS = [
+    {"role": "user", "content": "w1"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "w2"},
+    {"role": "assistant", "content": "w3"},
+]
+CRITIC = [{"role": "user", "content": "w1"}, {"role": "critic", "content": "w2"}]
+UNKNOWN = "row 0: the chat template does not know the role '{}'"
+NO_CRITIC, NO_TOOL, FOREIGN = UNKNOWN.format("critic"), UNKNOWN.format("tool"), vars(chat_template_utils)
+_FAR = "{% for i in range(99999) %}{% for j in range(99999) %}"
+TEMPLATES = {  # a chat, a template, and what is said of it
+    # by ==, by `in [...]`
+    **{f"{name}'s tools": (TOOLS, FOREIGN[f"{name}_chat_template"], None)
+       for name in ("qwen3", "llama3_1", "gptoss") if f"{name}_chat_template" in FOREIGN},
+    "Llama 3's": (TOOLS, FOREIGN["llama3_chat_template"], NO_TOOL),
+    "one without tools": (TOOLS, CHAT_TEMPLATE, NO_TOOL),
+    # a role is known where the template tells it from a name made up
+    "a dictionary": (
+        CRITIC, "{% for m in messages %}{{ {'user': '<user> ', 'critic': '<unk> '}[m['role']] }}" + MESSAGE, None,
+    ),
+    "a variable": (
+        CRITIC, "{% set names = ['user', 'critic'] %}{% for m in messages %}{% if m.role not in names %}"
+        "{{ raise_exception('no ' + m.role) }}{% endif %}" + MESSAGE, None,
+    ),
+    "it leaves others out": (CRITIC, "{% for m in messages if m.role in ('user', 'critic') %}" + MESSAGE, None),
+    "written as text": (CRITIC, "{% for m in messages %}{{ '<|' + m.role + '|>' }}" + MESSAGE, NO_CRITIC),
+    "in capitals": (CRITIC, "{% for m in messages %}{{ m.role | upper }}" + MESSAGE, NO_CRITIC),
+    "as the user": (
+        CRITIC, "{% for m in messages %}{{ '<user> ' if m.role != 'assistant' }}" + MESSAGE, NO_CRITIC,
+    ),
+    "left out": (CRITIC, "{% for m in messages if m.role == 'user' %}" + MESSAGE, NO_CRITIC),
+    "a system prompt": (
+        CHATS[3], FOREIGN["gemma_chat_template"],
+        "row 0: the chat template refuses the row: System role not supported",
+    ),
+    "no template": (CRITIC, "{% if %}", "the chat template cannot be read: line 1"),
+    # jinja itself stops these
+    "far": (CRITIC[:1], "{% for i in range(10**9) %}{% endfor %}", "row 0: the chat template refuses the row"),
+    "deep": (
+        CRITIC[:1], "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "row 0: the chat template refuses the row",
+    ),
+}  # fmt: skip
+
+
+def checked(chat: list, template: str) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.bos_token = "<eos>"  # which Llama 3's template writes
-    for template in (chat_template_utils.llama3_chat_template, CHAT_TEMPLATE):
-        with pytest.raises(DataError, match="row 0: the chat template does not know the role 'tool'"):
-            check_chats(rows, tokenizer, template, "row {}".format)
+    check_chats(Dataset.from_list([{"messages": chat}]), tokenizer, template, "row {}".format)
 
 
-MESSAGE = "{{ m['content'] }}{% endfor %}"
-KNOWING = {
-    "a dictionary": "{% for m in messages %}{{ {'user': '<user> ', 'critic': '<unk> '}[m['role']] }}" + MESSAGE,
-    "a variable": "{% set names = ['user', 'critic'] %}{% for m in messages %}{% if m.role not in names %}"
-    "{{ raise_exception('no ' + m.role) }}{% endif %}" + MESSAGE,
-    "it leaves others out": "{% for m in messages if m.role in ('user', 'critic') %}" + MESSAGE,
-}
-NOT_KNOWING = {
-    "written as text": "{% for m in messages %}{{ '<|' + m.role + '|>' }}" + MESSAGE,
-    "in capitals": "{% for m in messages %}{{ m.role | upper }}" + MESSAGE,
-    "as the user": "{% for m in messages %}{{ '<user> ' if m.role != 'assistant' }}" + MESSAGE,
-    "left out": "{% for m in messages if m.role == 'user' %}" + MESSAGE,
-}
-
-
-@pytest.mark.parametrize("way", [*KNOWING, *NOT_KNOWING])
-def test_a_role_is_known_where_the_template_tells_it_from_a_name_made_up(way):
-    rows = Dataset.from_list([{"messages": [{"role": "user", "content": "w1"}, {"role": "critic", "content": "w2"}]}])
-    if way in KNOWING:
-        check_chats(rows, tiny_tokenizer(), KNOWING[way], "row {}".format)
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_what_a_template_makes_of_a_chat(case):
+    chat, template, said = TEMPLATES[case]
+    if said is None:
+        checked(chat, template)
     else:
-        with pytest.raises(DataError, match="row 0: the chat template does not know the role 'critic'"):
-            check_chats(rows, tiny_tokenizer(), NOT_KNOWING[way], "row {}".format)
+        with pytest.raises((DataError, ConfigError), match=said):
+            checked(chat, template)
 
 
-def test_a_row_that_the_template_refuses_is_named():
-    rows = Dataset.from_list([{"messages": chat} for chat in CHATS[1:]])  # the third begins with a system prompt
-    with pytest.raises(DataError, match="row 2: the chat template refuses the row: System role not supported"):
-        check_chats(rows, tiny_tokenizer(), chat_template_utils.gemma_chat_template, "row {}".format)
-    with pytest.raises(ConfigError, match="the chat template cannot be read: line 1"):
-        check_chats(rows, tiny_tokenizer(), "{% if %}", "row {}".format)
-
-
-_FAR = "{% for i in range(99999) %}{% for j in range(99999) %}"
 _ENDLESS = {
     "loops in each other": (_FAR + "{% endfor %}{% endfor %}", "took more than 0.3 s"),
     "a text without end": (_FAR + "{{ messages[0]['content'] * 100000 }}{% endfor %}{% endfor %}", "took more than"),
@@ -281,21 +289,10 @@ _ENDLESS = {
 def test_a_template_that_never_ends_is_stopped(monkeypatch, way, role):
     monkeypatch.setattr(chat_checks, "RENDER_SECONDS", 0.3)
     monkeypatch.setattr(chat_checks, "RENDER_MIB", 100.0)
-    handler = signal.getsignal(signal.SIGALRM)
-    rows = Dataset.from_list([{"messages": [{"role": role, "content": "w1"}]}])
-    template, why = _ENDLESS[way]
+    handler, (template, why) = signal.getsignal(signal.SIGALRM), _ENDLESS[way]
     with pytest.raises(ConfigError, match=f"row 0: the chat template does not come to an end: rendering the row {why}"):
-        check_chats(rows, tiny_tokenizer(), template, "row {}".format)
+        checked([{"role": role, "content": "w1"}], template)
     assert signal.getsignal(signal.SIGALRM) is handler and signal.getitimer(signal.ITIMER_REAL)[0] == 0
-
-
-@pytest.mark.parametrize(
-    "template", ["{% for i in range(10**9) %}{% endfor %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
-)
-def test_what_jinja_itself_stops_is_a_refusal(template):
-    rows = Dataset.from_list([{"messages": [{"role": "user", "content": "w1"}]}])
-    with pytest.raises(DataError, match="row 0: the chat template refuses the row"):
-        check_chats(rows, tiny_tokenizer(), template, "row {}".format)
 
 
 def test_a_template_of_a_file_or_of_another_model_is_the_one_that_is_asked(run, tmp_path):

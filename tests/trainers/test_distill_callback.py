@@ -370,9 +370,3 @@ def test_a_student_is_not_its_own_teacher():
         with pytest.raises(ConfigError, match="its own teacher.*LigerDistillTrainer"):
             trainer.train()
         assert any(parameter.requires_grad for parameter in own.parameters())
-
-
-@pytest.mark.parametrize("options", [{"beta": 2.0}, {"temperature": 0.0}, {"losses": [{"type": "no_kl"}]}])
-def test_losses_it_does_not_know(options):
-    with pytest.raises(ValueError, match=r"beta|temperature|type"):
-        DistillationCallback(a_teacher(), **options)

@@ -5,48 +5,50 @@ import math
 import re
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import DistributedType
+import trainings
 from planted import PLACES, Plant
 from quick_cases import slow_but
-from tiny import completions, tiny_model, tiny_tokenizer, train_args
+from tiny import completions, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from trainings import logged, trained
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from liger_trainer import DistillationCallback, LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import DistillationCallback
 from liger_trainer.common.checkpoints import checkpoints_in
 from liger_trainer.errors import ConfigError, NonFiniteError
-from liger_trainer.trainers.finite_guard import MOST_IN_A_ROW, FiniteGuard
+from liger_trainer.trainers.finite_guard import MOST_IN_A_ROW
 from liger_trainer.trainers.finite_weights import is_finite
 from liger_trainer.trainers.loss_spikes import LossSpikes
 
 RUN: dict[str, Any] = {
-    "max_steps": 8,
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "logging_steps": 500,
-    "max_grad_norm": 1.0,
-}
+    "max_steps": 8, "save_strategy": "steps", "save_steps": 2, "logging_steps": 500, "max_grad_norm": 1.0,
+}  # fmt: skip
 
 
 def sft(**options):
-    keywords = {name: options.pop(name) for name in ("on_non_finite",) if name in options}
-    return LigerTrainer(
-        tiny_model("llama"), train_args(SFTConfig, **{**RUN, **options}), train_dataset=completions(),
-        processing_class=tiny_tokenizer(), **keywords,
-    )  # fmt: skip
+    return trainings.sft(**{**RUN, **options})
 
 
 def distill(**options):
-    return LigerDistillTrainer(
-        tiny_model("llama"), tiny_model("llama", seed=1), train_args(LigerDistillConfig, **{**RUN, **options}),
-        train_dataset=completions(), processing_class=tiny_tokenizer(),
-    )  # fmt: skip
+    return trainings.distill(teacher=tiny_model(seed=1), **{**RUN, **options})
+
+
+def by_callback(**options):
+    """A stock SFTTrainer with a DistillationCallback, which has no part in what the trainer computes outside."""
+    keywords = {name: options.pop(name) for name in ("on_non_finite",) if name in options}
+    callback = DistillationCallback(teacher := tiny_model(seed=1), **keywords)
+    trainer = sft(cls=SFTTrainer, callbacks=[callback], **options)
+    trainer.teacher = teacher
+    return trainer, callback
+
+
+def saved_by(trainer) -> list[Path]:
+    return checkpoints_in(Path(trainer.args.output_dir))
 
 
 def stopped(trainer, **options) -> str:
@@ -64,31 +66,15 @@ def test_nan_stops_within_a_step_and_the_advice_loads(place, optim):
     Plant(trainer, place, 5)
     message = stopped(trainer)
     assert trainer.state.global_step <= 6
-    saved = checkpoints_in(Path(trainer.args.output_dir))
-    assert [path.name for path in saved] == ["checkpoint-2", "checkpoint-4"]
-    assert all(map(is_finite, saved))
+    saved = saved_by(trainer)
+    assert [path.name for path in saved] == ["checkpoint-2", "checkpoint-4"] and all(map(is_finite, saved))
     quantity = {"teacher": "the teacher's logits", "gradient": "the gradient norm"}.get(place, "the loss")
     assert re.match(rf"In step 5 {quantity}", message), message
     advised = re.search(r"resume_from_checkpoint='(.*?)'", message)
     assert advised and advised[1] == str(saved[-1])
-    if place != "gradient":
-        return
-    again = distill(output_dir=trainer.args.output_dir, max_steps=6)  # fused, on a state that need not be
-    again.train(resume_from_checkpoint=advised[1])
-    assert again.state.global_step == 6
-
-
-def by_callback(**options):
-    """A stock SFTTrainer with a DistillationCallback, which has no part in what the trainer computes outside."""
-    keywords = {name: options.pop(name) for name in ("on_non_finite",) if name in options}
-    teacher = tiny_model("llama", seed=1)
-    callback = DistillationCallback(teacher, **keywords)
-    trainer = SFTTrainer(
-        tiny_model("llama"), args=train_args(SFTConfig, **{**RUN, **options}), train_dataset=completions(),
-        processing_class=tiny_tokenizer(), callbacks=[callback],
-    )  # fmt: skip
-    trainer.teacher = teacher
-    return trainer, callback
+    if place == "gradient":
+        again = distill(output_dir=trainer.args.output_dir, max_steps=6)  # fused, on a state that need not be
+        assert trained(again, advised[1]).state.global_step == 6
 
 
 @pytest.mark.parametrize("place", slow_but(PLACES, *PLACES[:2]))
@@ -99,7 +85,7 @@ def test_nan_stops_a_stock_trainer_with_the_callback(place):
     assert trainer.state.global_step <= 6 and re.match("In step 5 the ", message)
     assert ("In step 5 the teacher's logits" in message) == (place == "teacher")
     assert re.search(r"as the trainer holds it: \d+, \d+, \d+, \d+\.", message)
-    saved = checkpoints_in(Path(trainer.args.output_dir))
+    saved = saved_by(trainer)
     assert [path.name for path in saved] == ["checkpoint-2", "checkpoint-4"] and all(map(is_finite, saved))
     assert message.endswith(f"trainer.train(resume_from_checkpoint={str(saved[-1])!r})")
     callback.undo()
@@ -118,7 +104,7 @@ def test_the_entropy_alone_tells_of_the_teacher():
     trainer.per_token = spoiled
     message = stopped(trainer)
     assert message.startswith("In step 5 the teacher's logits are not finite."), message
-    assert [path.name for path in checkpoints_in(Path(trainer.args.output_dir))] == ["checkpoint-2", "checkpoint-4"]
+    assert [path.name for path in saved_by(trainer)] == ["checkpoint-2", "checkpoint-4"]
 
 
 class AsksLater(TrainerCallback):
@@ -156,7 +142,7 @@ def test_the_callback_leaves_out_steps_too():
     Plant(trainer, "batch", 2)
     with pytest.warns(UserWarning, match="In step 2 .* left out"):
         trainer.train()
-    assert [entry["skipped_steps"] for entry in trainer.state.log_history if "skipped_steps" in entry] == [1, 1]
+    assert logged(trainer, "skipped_steps") == [1, 1]
     states = json.loads((Path(trainer.args.output_dir) / "checkpoint-4" / "trainer_state.json").read_text())
     assert states["stateful_callbacks"]["LigerTrainer"]["skipped_steps"] == 1
 
@@ -167,10 +153,9 @@ def test_a_loss_that_cannot_be_seen_is_not_logged_as_zero_either():
     Plant(trainer, "loss", 2)
     with pytest.warns(UserWarning, match="In step 2 the loss and the gradient norm are not finite"):
         trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = logged(trainer)
     assert [math.isnan(loss) for loss in losses] == [False, True, False]
-    mean = trainer.state.log_history[-1]["train_loss"]
-    assert mean == pytest.approx((losses[0] + losses[2]) / 2, rel=1e-4)
+    assert logged(trainer, "train_loss")[-1] == pytest.approx((losses[0] + losses[2]) / 2, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -200,19 +185,13 @@ def test_skip_step_trains_as_if_the_step_had_not_been(optim):
     Plant(skipping, "loss", 3)
     with pytest.warns(UserWarning, match=r"The step is left out, 1 in all. Rows of .* 8, 9, 10, 11\."):
         skipping.train()
-    logs = [entry["skipped_steps"] for entry in skipping.state.log_history if "skipped_steps" in entry]
-    assert logs == [0, 1, 1] and skipping.finite.skipped == 1
+    assert logged(skipping, "skipped_steps") == [0, 1, 1] and skipping.finite.skipped == 1
     rows = completions().select([i for i in range(24) if not 8 <= i < 12])
-    without = LigerTrainer(
-        tiny_model("llama"), train_args(SFTConfig, **{**RUN, **how, "max_steps": 5}), train_dataset=rows,
-        processing_class=tiny_tokenizer(),
-    )  # fmt: skip
-    without.train()
+    without = trained(sft(data=rows, **{**how, "max_steps": 5}))
     for got, want in zip(skipping.model.parameters(), without.model.parameters(), strict=True):
         torch.testing.assert_close(got, want)
     resumed = sft(on_non_finite="skip_step", max_steps=6, output_dir=skipping.args.output_dir, **how)
-    resumed.train(resume_from_checkpoint=str(checkpoints_in(Path(skipping.args.output_dir))[0]))
-    assert resumed.finite.skipped == 1
+    assert trained(resumed, str(saved_by(skipping)[0])).finite.skipped == 1
 
 
 def test_skip_step_stops_after_too_many_in_a_row():
@@ -233,7 +212,7 @@ def test_a_weight_that_no_row_uses_is_not_saved():
         trainer.model.get_input_embeddings().weight[unused] = torch.nan
     message = stopped(trainer)
     assert "After step 2 the weights are not finite" in message and "embed_tokens.weight" in message
-    assert not checkpoints_in(Path(trainer.args.output_dir))
+    assert not saved_by(trainer)
     assert "No checkpoint with finite weights" in message
 
 
@@ -268,19 +247,23 @@ def test_the_rows_named_are_those_of_the_micro_batch(packing):
     assert seen[3]["input_ids"].flatten()[: len(ids)].tolist() == ids
 
 
-def test_an_infinite_gradient_under_a_scaler_is_no_error():
+class DropsGradients(TrainerCallback):
+    """As a scaler does where some are not finite."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        model.zero_grad(set_to_none=True)
+
+
+def test_an_infinite_gradient_under_a_scaler_is_no_error(monkeypatch):
     """fp16 finds its scale by gradients that overflow; a loss that is NaN is none of that."""
     for place in ("gradient", "loss"):
-        accelerator = SimpleNamespace(
-            mixed_precision="fp16", device=torch.device("cpu"), gather=lambda x: x, distributed_type=DistributedType.NO
-        )
-        guard = FiniteGuard(accelerator)
-        args = SimpleNamespace(gradient_accumulation_steps=1, output_dir="nowhere")
-        guard.saw_loss(torch.tensor(torch.nan if place == "loss" else 1.0), {})
-        guard.saw_norm(torch.tensor(torch.inf))
-        guard.on_pre_optimizer_step(args, SimpleNamespace(global_step=0), None)
-        numbers = guard._pending[0].copy.get()
-        assert bool(torch.isfinite(numbers).all()) == (place == "gradient")
+        trainer = sft(max_steps=1, save_strategy="no", callbacks=[DropsGradients()])
+        monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")
+        Plant(trainer, place, 1)
+        if place == "gradient":
+            assert trained(trainer).state.global_step == 1
+        else:
+            assert stopped(trainer).startswith("In step 1 the loss")
 
 
 def test_a_spike_of_the_loss_is_told_with_its_rows():
@@ -345,10 +328,6 @@ def test_nothing_waits_for_the_device_between_logs(monkeypatch):
 def test_another_policy_is_refused():
     with pytest.raises(ValueError, match="on_non_finite must be one of stop, skip_step, got 'ignore'"):
         sft(on_non_finite="ignore")
-    with pytest.raises(ValueError, match="on_non_finite: expected one of stop, skip_step, got 'ignore'"):
-        train_args(LigerConfig, on_non_finite="ignore")
-    with pytest.raises(ValueError, match="on_non_finite: skip_step leaves the optimizer's step out"):
-        train_args(LigerConfig, on_non_finite="skip_step", optim="lomo")
     trainer = sft(on_non_finite="skip_step")
     trainer.args.optim = "lomo"
     with pytest.raises(ConfigError, match="optim=lomo updates weights in its backward"):

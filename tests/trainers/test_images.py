@@ -21,9 +21,10 @@ from tiny import (
 )
 from trainings import logged, trained
 from trl import SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision import VISION_FAMILIES, picture_answers, picture_chats, vision_model, vision_processor
 
-from liger_trainer import DistillationCallback, LigerConfig, LigerTrainer
+from liger_trainer import DistillationCallback, LigerConfig, LigerTrainer, patch
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.losses.model_parts import placeholder_ids
 from liger_trainer.trainers.images import vision_tower
@@ -356,3 +357,59 @@ def test_packed_rows_of_text_are_documents_one_by_one(family):
     loss = torch.cat(losses).mean()
     assert len(losses) > 3 and got == pytest.approx(loss.item(), rel=1e-5)
     assert_same_gradients(grads, named_gradients(model, loss))
+
+
+# On a GPU: Triton kernels in both towers, and decoder layers in CUDA graphs
+
+on_gpu, every_family = pytest.mark.gpu, pytest.mark.parametrize("family", VISION_FAMILIES)
+
+
+@on_gpu
+@every_family
+def test_loss_and_gradients_are_those_of_the_plain_model_on_a_gpu(family):
+    """In fp32 without TF32; the rotation, norms and MLPs of both towers run as kernels."""
+    processor = vision_processor(family)
+    rows = picture_chats(3)
+    batch = DataCollatorForVisionLanguageModeling(processor)([rows[i] for i in range(3)])
+    inputs = {name: value.cuda() for name, value in batch.items()}
+    model = vision_model(family, processor).cuda().train()
+    plain = copy.deepcopy(model)
+    want = plain(**inputs).loss
+    with patch(model):
+        got = model(**inputs).loss
+        assert got.item() == pytest.approx(want.item(), rel=1e-5)
+        assert_same_gradients(named_gradients(model, got), named_gradients(plain, want), 1e-4)
+
+
+def of_one_shape(count=8):
+    """Rows of as many tokens and patches, so that graphs are recorded and replayed."""
+    row = picture_answers(1)[0]
+    return Dataset.from_list([row] * count)
+
+
+def on_a_gpu(family, make=trainings.sft, **options):
+    processor = vision_processor(family)
+    options = {"max_steps": 6, "per_device_train_batch_size": 2, "max_length": None, "use_cpu": False, **options}
+    model = vision_model(family, processor)
+    return trained(make(model, data=of_one_shape(12), processing_class=processor, **options))
+
+
+@on_gpu
+@every_family
+def test_layers_in_graphs_train_as_they_do_without(family):
+    want = on_a_gpu(family, cls=SFTTrainer)
+    trainer = on_a_gpu(family, config=LigerConfig, cuda_graphs="always")
+    assert logged(trainer) == pytest.approx(logged(want), rel=1e-3)
+    if family != "gemma4":  # whose layers write keys and values into a dictionary
+        assert "layers of the student" in trainer.graph_reports["student"]
+
+
+@on_gpu
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_distillation_with_graphs_of_both_models(family):
+    never, always = (
+        logged(on_a_gpu(family, trainings.distill, teacher=vision_model(family, seed=1), cuda_graphs=graphs))
+        for graphs in ("never", "always")
+    )
+    assert always == pytest.approx(never, rel=1e-3)
+    assert torch.tensor(always).isfinite().all()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig
-from tiny import FirstGradients, tiny_model, train_args
+from tiny import FirstGradients, tiny_model
 from trainings import logged, sft
 
 from liger_trainer import LigerConfig, LigerTrainer
@@ -82,11 +82,3 @@ def test_a_model_without_such_an_mlp():
         trainer_of(model, memory="lean")
     assert patched_record(model) is record
     trainer_of(tiny_model("gpt2"), memory="fast")
-
-
-@pytest.mark.parametrize("other", ["gradient_checkpointing", "torch_compile"])
-def test_what_it_does_not_go_with(other):
-    with pytest.raises(ValueError, match=f"^memory: has no effect with {other}"):
-        train_args(LigerConfig, memory="balanced", **{other: True})
-    with pytest.raises(ValueError, match="^memory: expected one of fast, balanced, lean"):
-        train_args(LigerConfig, memory="small")

@@ -146,6 +146,14 @@ def test_each_process_draws_for_itself(monkeypatch):
     assert prompts[0] == prompts[1] and all(one != other for one, other in zip(*drawn, strict=True))
 
 
+@pytest.mark.parametrize("own", [{"min_p": 1.0}, {"no_repeat_ngram_size": 1}, {"num_beams": 4}], ids=str)
+def test_the_models_generation_config_does_not_count(own):
+    model = tiny_model()
+    model.generation_config.update(**own)
+    assert sampler().sample(model, PROMPTS, 3) == sampler().sample(tiny_model(), PROMPTS, 3)
+    assert all(getattr(model.generation_config, name) == value for name, value in own.items())
+
+
 def test_prompts_in_parts():
     assert greedy(generation_batch_size=2).sample(tiny_model(), PROMPTS, 0) == greedy().sample(tiny_model(), PROMPTS, 0)
 
@@ -313,14 +321,6 @@ def test_the_evaluation_is_on_the_datasets_completions():
     assert got["eval_forward_kl"] == want["eval_forward_kl"] and got["eval_loss"] == want["eval_loss"]
 
 
-def test_adapters_of_a_student_learn_from_their_own_completions():
-    trainer = make(lmbda=1.0, peft_config=LoraConfig(target_modules="all-linear", r=4))
-    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
-    assert moved and all("lora_" in name for name in moved)
-
-
 @pytest.mark.parametrize("options", [{"lmbda": 0.999}, {"seq_kd": True}], ids=["student", "base"])
 def test_the_student_without_its_adapters_as_teacher(options):
     """The adapters are as they were drawn, so the two are equal and there is nothing to learn but from the labels, and
@@ -329,7 +329,7 @@ def test_the_student_without_its_adapters_as_teacher(options):
                    generation_kwargs={"do_sample": False}, **options)  # fmt: skip
     seen = batches_of(trainer)
     first, second = trained(trainer).state.log_history[:2]
-    assert abs(first["forward_kl"]) < 1e-6 and (second["forward_kl"] > 1e-6) == ("seq_kd" in options)
+    assert abs(first["forward_kl"]) < 1e-6 and (second["forward_kl"] > 1e-6) == ("seq_kd" in options)  # they learn
     want = greedy().sample(tiny_model(), prompts_of(seen[0]), 0)
     assert [row[row != -100].tolist() for row in seen[0]["labels"]] == want
 
@@ -394,20 +394,6 @@ def test_chats_are_not_sampled_where_their_prompts_were_not_prepared():
     trainer.lmbda = 1.0
     with pytest.raises(ConfigError, match="lmbda was 0.0 when the chats were prepared"):
         trainer.train()
-
-
-@pytest.mark.parametrize("own", [{"min_p": 1.0}, {"no_repeat_ngram_size": 1}, {"num_beams": 4}], ids=str)
-def test_the_models_generation_config_does_not_count(own):
-    model = tiny_model()
-    want = sampler().sample(model, PROMPTS, 3)
-    model.generation_config.update(**own)
-    assert sampler().sample(model, PROMPTS, 3) == want
-    assert all(getattr(model.generation_config, name) == value for name, value in own.items())
-
-
-def test_cross_entropy_of_nothing_but_own_samples_is_refused():
-    with pytest.raises(ValueError, match="ce in losses has no effect: it is of given completions, not of the student'"):
-        make(lmbda=1.0, losses=[{"type": "forward_kl"}, {"type": "ce"}])
 
 
 @pytest.mark.parametrize("lmbda, seq_kd, learned", [(0.999, False, 0.0), (0.0, True, 1.0), (0.0, False, 1.0)])
@@ -512,14 +498,11 @@ def test_vllm_samples_for_the_student_with_the_weights_of_the_step(vllm):
     assert trainer.state.log_history[0]["completion_length"] == 2.0
 
 
-def test_the_options_of_vllm_are_those_of_trls_class(vllm, monkeypatch):
+def test_vllm_that_is_not_installed_and_the_options_of_trls_class(vllm, monkeypatch):
     make(lmbda=1.0, use_vllm=True)
     monkeypatch.undo()
     known = inspect.signature(vllm_generation.VLLMGeneration).parameters
     assert set(vllm.made[0].options) <= known.keys()
-
-
-def test_vllm_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: False)
     with pytest.raises(ConfigError, match=r"vllm is not installed. `pip install trl\[vllm\]`"):
         make(lmbda=1.0, use_vllm=True)
@@ -570,24 +553,6 @@ def test_what_cannot_be_sampled_later_is_refused(monkeypatch):
         trainer.get_batch_samples(iter(()), 1, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"top_p": 0.0}, "top_p: expected a number above 0, got 0.0"),
-        ({"top_k": -1}, "top_k: expected a number of at least 0"),
-        ({"max_completion_length": 0}, "max_completion_length: expected a number of at least 1, got 0"),
-        ({"max_completion_length": None}, "max_completion_length: expected an integer, got null"),
-        ({"vllm_mode": "remote"}, "vllm_mode: expected one of colocate, server, got 'remote'"),
-        ({"kd_temperature": 0.0}, "temperature: expected"),
-        ({"temperature": -1.0, "kd_temperature": 1.0}, "temperature: expected"),
-        ({"teacher": "cache", "teacher_cache_dir": "x", "lmbda": 0.1}, "a cache knows the completions in the rows"),
-    ],
-)
-def test_wrong_values(options, message):
-    with pytest.raises(ValueError, match=message):
-        train_args(LigerDistillConfig, **options)
-
-
 def test_the_temperature_is_of_sampling_and_of_the_loss_unless_that_has_its_own():
     both = train_args(LigerDistillConfig, temperature=2.0)
     assert both.distillation().temperature == 2.0 and both.loss_temperature == 2.0
@@ -595,49 +560,54 @@ def test_the_temperature_is_of_sampling_and_of_the_loss_unless_that_has_its_own(
     assert apart.distillation().temperature == apart.loss_temperature == 4.0 and apart.temperature == 0.9
 
 
-# A configuration
+# What has no effect, or does not go together
 
 YAML = "model_name_or_path: s\nteacher_model_name_or_path: t\ndataset_name: d\nrecipe: distill\n"
+NO_VLLM = "has no effect without `use_vllm: true`."
+NOTED: list[tuple[str, dict[str, str]]] = [
+    ("top_p: 0.9\nmax_completion_length: 64\n", {"top_p": NOTHING_SAMPLED, "max_completion_length": NOTHING_SAMPLED}),
+    *((f"top_p: 0.9\n{key}\n", {}) for key in ("lmbda: 0.5", "seq_kd: true", "schedules: {lmbda: {to: 0.5}}")),
+    ("lmbda: 1.0\nvllm_mode: server\n", {"vllm_mode": NO_VLLM}),
+    ("lmbda: 1.0\nlog_completions: true\n", {"log_completions": "has no effect: sampled completions are not logged"}),
+]
 
 
-def notices_of(text):
-    return {finding.key: finding.message for finding in check_text(YAML + text, "run.yaml").notices}
+@pytest.mark.parametrize("text, notices", NOTED)
+def test_keys_of_sampling_without_effect_are_noted(text, notices):
+    found = {finding.key: finding.message for finding in check_text(YAML + text, "run.yaml").notices}
+    assert found.keys() == notices.keys() and all(found[key].startswith(notices[key]) for key in notices)
 
 
-def test_keys_of_sampling_without_sampling_are_noted():
-    assert notices_of("top_p: 0.9\nmax_completion_length: 64\n") == {
-        "top_p": NOTHING_SAMPLED, "max_completion_length": NOTHING_SAMPLED,
-    }  # fmt: skip
-    for sampled in ("lmbda: 0.5", "seq_kd: true", "schedules: {lmbda: {to: 0.5}}"):
-        assert not notices_of(f"top_p: 0.9\n{sampled}\n")
-    assert notices_of("lmbda: 1.0\nvllm_mode: server\n") == {"vllm_mode": "has no effect without `use_vllm: true`."}
-    told = notices_of("lmbda: 1.0\nlog_completions: true\n")
-    assert told["log_completions"].startswith("has no effect: sampled completions are not logged")
+WARNED: list[tuple[dict, list[str]]] = [
+    ({"top_p": 0.9, "use_vllm": True}, [f"top_p {NOTHING_SAMPLED}", f"use_vllm {NOTHING_SAMPLED}"]),
+    *(
+        ({"top_p": 0.9, **sampled}, [])
+        for sampled in ({"lmbda": 0.5}, {"seq_kd": True}, {"eval_data": prompts_only(4)})
+    ),
+    ({"lmbda": 1.0, "vllm_mode": "server"}, [f"vllm_mode {NO_VLLM}"]),
+]
 
 
-def test_and_by_the_trainer():
+@pytest.mark.parametrize("options, words", WARNED)
+def test_and_by_the_trainer(options, words):
     """Which knows whether an evaluation samples."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make(max_completion_length=512, **options)
+    assert [str(w.message) for w in caught if "no effect" in str(w.message)] == words
 
-    def warned(eval_data=None, **options):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            make(eval_data=eval_data, max_completion_length=512, **options)
-        return [str(w.message) for w in caught if "no effect" in str(w.message)]
 
-    assert warned(top_p=0.9, use_vllm=True) == [f"top_p {NOTHING_SAMPLED}", f"use_vllm {NOTHING_SAMPLED}"]
-    for sampled in ({"lmbda": 0.5}, {"seq_kd": True}, {"eval_data": prompts_only(4)}):
-        assert not warned(top_p=0.9, **sampled)
-    assert warned(lmbda=1.0, vllm_mode="server") == ["vllm_mode has no effect without `use_vllm: true`."]
+ONE_BY_ONE = "completions are sampled for rows one by one"
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("lmbda: 1.0\npacking: true\n", "packing: completions are sampled for rows one by one"),
-        ("seq_kd: true\npadding_free: true\nmax_length: null\n", "padding_free: completions are sampled for rows"),
+        ("lmbda: 1.0\npacking: true\n", f"packing: {ONE_BY_ONE}"),
+        ("schedules: {lmbda: {to: 0.5}}\npacking: true\n", f"packing: {ONE_BY_ONE}"),
+        ("seq_kd: true\npadding_free: true\nmax_length: null\n", f"padding_free: {ONE_BY_ONE}"),
         ("lmbda: 0.5\nteacher: cache\nteacher_cache_dir: c\n", "teacher: a cache knows the completions in the rows"),
         ("lmbda: 0.5\nuse_vllm: true\nkeep_layers: [0, 2]\n", "use_vllm: vLLM would load model_name_or_path with all"),
-        ("schedules: {lmbda: {to: 0.5}}\npacking: true\n", "packing: completions are sampled for rows one by one"),
     ],
 )
 def test_keys_that_do_not_go_together(text, message):
