@@ -213,6 +213,7 @@ def test_hidden_states_at_the_first_tokens_of_alms_spans(teacher, ours):
     before = answer.log_prob.clone()
     (rounded,) = _apply_to_tensors(lambda x: x.bfloat16(), (answer,))  # as FSDP2 would
     assert rounded.log_prob.dtype == torch.float32 and torch.equal(rounded.log_prob, before)
+    assert logged(trained(trainer), "loss/hidden_mse")[0] > 0
 
 
 EPOCH = {"learning_rate": 0.0, "max_steps": -1, "num_train_epochs": 1, "logging_strategy": "epoch"}

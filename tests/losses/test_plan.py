@@ -11,10 +11,9 @@ from tiny import (
     divergence_by_hand,
     double_copy,
     kl,
-    shift_labels_of,
     train_args,
 )
-from trainings import distill, trained
+from trainings import distill, supervised_logits, trained
 
 from liger_trainer import DistillationCallback, LigerDistillConfig
 from liger_trainer.config.run_config import check_text
@@ -59,16 +58,13 @@ def values_by_hand(student, teacher, rows, temperature=1.0, beta=0.5, alpha=0.1,
     """{type: mean over the supervised tokens}, times the temperature squared, in fp64."""
     found = {}
     for row in rows:
-        ids = torch.tensor([row["input_ids"]])
-        labels = shift_labels_of(torch.tensor([row["labels"]]))[0]
-        keep = labels != -100
-        s = student(input_ids=ids).logits[0, keep]
-        t = teacher(input_ids=ids).logits[0, keep].detach()
+        s, t, labels = supervised_logits((student, teacher), row)
+        t = t.detach()
         mixed = share * t + (1 - share) * s.detach()
         for kind in KINDS:
             each = of_kind(kind, s, mixed, temperature, beta, alpha) * temperature**2
             found.setdefault(kind, []).append(each)
-        found.setdefault("ce", []).append(torch.nn.functional.cross_entropy(s, labels[keep], reduction="none"))
+        found.setdefault("ce", []).append(torch.nn.functional.cross_entropy(s, labels, reduction="none"))
         found.setdefault("jsd at 1", []).append(of_kind("jsd", s, t, 1.0, 0.5, 0.0))
     return {name: torch.cat(values).mean() for name, values in found.items()}
 

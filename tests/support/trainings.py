@@ -1,13 +1,13 @@
 """Trainers of tiny models in one line each, and what they log."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from splits import capture_gradients
-from tiny import assert_same_gradients, completions, double_copy, tiny_model, tiny_tokenizer, train_args
+from tiny import assert_same_gradients, completions, tiny_model, tiny_tokenizer, train_args
 from transformers import TrainerCallback
 from trl import SFTConfig
 
@@ -79,13 +79,11 @@ class OnStep(TrainerCallback):
         self.act()
 
 
-def supervised_logits(models, row) -> tuple[Any, ...]:
-    """In fp64, each model's logits of a row at the places of its supervised tokens, and these tokens."""
+def supervised_logits(models: Iterable[Any], row: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Each model's logits of a row at the places of its supervised tokens, and these tokens."""
     ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])[1:]
     keep = labels != -100
-    with torch.no_grad():
-        logits = [double_copy(model)(input_ids=ids).logits[0, :-1][keep] for model in models]
-    return *logits, labels[keep]
+    return *(model(input_ids=ids).logits[0, :-1][keep] for model in models), labels[keep]
 
 
 def step(trainer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

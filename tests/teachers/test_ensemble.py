@@ -17,7 +17,7 @@ from tiny import (
     tiny_tokenizer,
     train_args,
 )
-from trainings import a_teacher, sft, step, trained
+from trainings import a_teacher, sft, step, supervised_logits, trained
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.config.run_config import check_text
@@ -60,20 +60,18 @@ def by_hand(models, data, of_row):
     models = {name: double_copy(model) for name, model in models.items()}
     prepared = make(tiny_model(seed=5), data).train_dataset
     total, tokens, sums, counts = 0.0, 0, dict.fromkeys(models, 0.0), dict.fromkeys(models, 0)
-    for row, ids_and_labels in zip(data, prepared, strict=True):
-        ids, labels = (torch.tensor([ids_and_labels[name]]) for name in ("input_ids", "labels"))
-        targets = shift_labels_of(labels)[0]
-        keep = targets != -100
-        s = student(input_ids=ids).logits[0, keep]
-        total = total - 0.3 * s.log_softmax(-1).gather(-1, targets[keep, None]).sum()
-        tokens += int(keep.sum())
-        for name, weight in of_row(row).items():
-            t = models[name](input_ids=ids).logits[0, keep, :VOCAB].detach()
+    for row, tokens_of_row in zip(data, prepared, strict=True):
+        weights = of_row(row)
+        s, *answers, targets = supervised_logits((student, *(models[name] for name in weights)), tokens_of_row)
+        total = total - 0.3 * s.log_softmax(-1).gather(-1, targets[:, None]).sum()
+        tokens += len(targets)
+        for (name, weight), t in zip(weights.items(), answers, strict=True):
+            t = t[:, :VOCAB].detach()
             divergence = divergence_by_hand(s, t, "forward_kl", TEMPERATURE)
             divergence = divergence + 0.5 * divergence_by_hand(s, t, "jsd", TEMPERATURE, BETA)
             total = total + weight * TEMPERATURE**2 * divergence.sum()
             sums[name] += float(divergence_by_hand(s, t, "forward_kl", 1.0).sum())
-            counts[name] += int(keep.sum())
+            counts[name] += len(targets)
     (total / tokens).backward()
     gradients = {name: parameter.grad for name, parameter in student.named_parameters()}
     kls = {name: sums[name] / counts[name] for name in models if counts[name]}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from datasets import Dataset
 from served import Reply, served
-from tiny import VOCAB, completions, double_copy, shift_labels_of, tiny_model, train_args
-from trainings import a_teacher, assert_same_step, distill, step, trained
+from tiny import VOCAB, completions, double_copy, tiny_model, train_args
+from trainings import a_teacher, assert_same_step, distill, step, supervised_logits, trained
 
 from liger_trainer import LigerDistillConfig
 from liger_trainer.errors import ConfigError, NonFiniteError, TeacherServerError
@@ -55,15 +55,13 @@ def test_any_divergence_of_a_few_tokens_and_the_rest_as_one(kind):
         logs, gradients = step(trainer)
     total, tokens, nll = torch.zeros((), dtype=torch.float64), 0, 0.0
     for row in trainer.train_dataset:
-        ids = torch.tensor([row["input_ids"]])
-        targets = shift_labels_of(torch.tensor([row["labels"]]))[0]
-        keep = targets != -100
-        q, p = (model(input_ids=ids).logits[0, keep].softmax(-1) for model in (student, double_copy(teacher)))
-        nll -= p.gather(-1, targets[keep, None]).log().sum().item()
+        *logits, targets = supervised_logits((student, double_copy(teacher)), row)
+        q, p = (x.softmax(-1) for x in logits)
+        nll -= p.gather(-1, targets[:, None]).log().sum().item()
         likeliest = p.topk(8, -1).indices
         p, q = (torch.cat([x.gather(-1, likeliest), 1 - x.gather(-1, likeliest).sum(-1, True)], -1) for x in (p, q))
         each = divergence_reference(q.log(), p.log().detach(), kind=kind, beta=0.3, alpha=0.2)
-        total, tokens = total + each.sum(), tokens + int(keep.sum())
+        total, tokens = total + each.sum(), tokens + len(targets)
     (total / tokens).backward()
     assert logs["loss"] == pytest.approx(total.item() / tokens, rel=1e-5)
     assert logs["teacher_perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-5)

@@ -104,6 +104,7 @@ def test_every_loss_is_the_live_teachers(kind, losses, teacher_of):
         trainer = trainer_of(config(None, **{"cache_tail_draws": None, **options, **taught_by}), test=TEST)
         assert trainer.teacher is None
         evaluated = measured(trainer.evaluate())
+        assert ("eval_forward_kl" in evaluated) == ("eval_forward_kl" in names)
         for name in names:
             assert evaluated[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance), name
         of_step = {name.removeprefix("eval_") for name in names} - {"jsd"}

@@ -9,7 +9,16 @@ import pytest
 import torch
 from peft import LoraConfig
 from quick_cases import slow_but
-from tiny import VOCAB, chats, completions, divergence_by_hand, largest_vocabulary_tensor, texts, tiny_model
+from tiny import (
+    VOCAB,
+    chats,
+    completions,
+    divergence_by_hand,
+    double_copy,
+    largest_vocabulary_tensor,
+    texts,
+    tiny_model,
+)
 from trainings import a_teacher, distill, logged, sft, supervised_logits, trained
 from trl import SFTTrainer
 
@@ -111,9 +120,10 @@ EPOCH = {"learning_rate": 0.0, "num_train_epochs": 1, "max_steps": -1, "logging_
 
 def by_hand(student, teacher, dataset, how):
     """What is logged: means over the supervised tokens of rows one by one."""
-    rows = []
+    rows, (student, teacher) = [], map(double_copy, (student, teacher))
     for row in dataset:
-        s, t, labels = supervised_logits((student, teacher), row)
+        with torch.no_grad():
+            s, t, labels = supervised_logits((student, teacher), row)
         s, t = s[:, :VOCAB], t[:, :VOCAB]
         q, p = s.log_softmax(-1), t.log_softmax(-1)
         soft = sum(w * divergence_by_hand(s, t, k, how.temperature, how.beta) for k, w in how.weights.items() if w)

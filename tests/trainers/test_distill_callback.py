@@ -12,7 +12,7 @@ from accelerate import ParallelismConfig
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from splits import ROWS, capture_gradients
+from splits import ROWS
 from tiny import (
     VOCAB,
     assert_same_gradients,
@@ -20,12 +20,11 @@ from tiny import (
     divergence_by_hand,
     double_copy,
     named_gradients,
-    shift_labels_of,
     tiny_model,
     tiny_tokenizer,
     train_args,
 )  # fmt: skip
-from trainings import OnStep, distill, logged, trained, weights_of
+from trainings import OnStep, distill, logged, step, supervised_logits, trained, weights_of
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
 
@@ -163,13 +162,11 @@ def test_lora_students(make):
 # Against values by hand
 
 
-def step(make, batch, accumulation, **options):
-    trainer = make(
-        by_callback(**options), data=Dataset.from_list(ROWS), max_steps=1, per_device_train_batch_size=batch,
+def split(make, batch, accumulation):
+    return step(make(
+        by_callback(), data=Dataset.from_list(ROWS), max_steps=1, per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation, learning_rate=0.0, optim="sgd",
-    )  # fmt: skip
-    found = capture_gradients(trainer)
-    return trained(trainer).state.log_history[0], found
+    ))  # fmt: skip
 
 
 @STOCK
@@ -177,16 +174,14 @@ def test_loss_and_gradients_equal_those_by_hand_however_the_batch_is_split(make)
     student, teacher = double_copy(a_student()), double_copy(a_teacher())
     losses = []
     for row in tokenized(ROWS):
-        ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
-        labels = shift_labels_of(labels)[0]
-        keep = labels != -100
-        s, t = (model(input_ids=ids).logits[0, keep, :VOCAB] for model in (student, teacher))
+        s, t, labels = supervised_logits((student, teacher), row)
+        s, t = s[:, :VOCAB], t[:, :VOCAB].detach()
         soft = sum(w * divergence_by_hand(s, t, k, 2.0, 0.3) for k, w in (("forward_kl", 1.0), ("jsd", 0.5)))
-        losses.append(4.0 * soft + 0.25 * torch.nn.functional.cross_entropy(s, labels[keep], reduction="none"))
+        losses.append(4.0 * soft + 0.25 * torch.nn.functional.cross_entropy(s, labels, reduction="none"))
     loss = torch.cat(losses).mean()
     want = named_gradients(student, loss)
-    whole = step(make, 8, 1)
-    for got in (whole, step(make, 2, 4)):
+    whole = split(make, 8, 1)
+    for got in (whole, split(make, 2, 4)):
         assert got[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert_same_gradients(got[1], want, rtol=1e-4)
         assert got[0]["loss"] == pytest.approx(whole[0]["loss"], rel=1e-6)
@@ -198,9 +193,7 @@ def test_loss_and_gradients_equal_those_by_hand_however_the_batch_is_split(make)
 @STOCK
 def test_a_teacher_equal_to_its_student_teaches_nothing(make):
     callback = DistillationCallback(a_student(), losses=[{"type": "forward_kl"}, {"type": "reverse_kl"}])
-    trainer = make(callback, max_steps=1, learning_rate=0.0)
-    gradients = capture_gradients(trainer)
-    log = trained(trainer).state.log_history[0]
+    log, gradients = step(make(callback, max_steps=1, learning_rate=0.0))
     assert log["loss"] == log["kd_loss"] == log["forward_kl"] == log["reverse_kl"] == 0.0
     assert log["agreement_at_1"] == 1.0 and not any(g.any() for g in gradients.values())
 

@@ -105,12 +105,12 @@ def overriding(name: str):
     )  # fmt: skip
 
 
-WATCHERS: dict[str, Any] = {  # given the trainer, its optimizer, and what undoes things after the test
+WATCHERS: dict[str, Any] = {  # each is given the trainer, its optimizer, and what undoes things after the test
     "callback": lambda trainer, *_: trainer.add_callback(Monitors()),
     "pre-hook": lambda _, optimizer, __: optimizer.register_step_pre_hook(lambda *_: None),
     "post-hook": lambda _, optimizer, __: optimizer.register_step_post_hook(lambda *_: None),
-    "any optimizer's hook": lambda *_: _[2](register_optimizer_step_pre_hook(lambda *_: None).remove),
-    "any optimizer's post-hook": lambda *_: _[2](register_optimizer_step_post_hook(lambda *_: None).remove),
+    "any optimizer's hook": lambda *of: of[2](register_optimizer_step_pre_hook(lambda *_: None).remove),
+    "any optimizer's post-hook": lambda *of: of[2](register_optimizer_step_post_hook(lambda *_: None).remove),
     "wrapper": lambda trainer, *_: setattr(trainer, "optimizer", Wrapper(trainer.optimizer)),
     "_clip_grad_norm": overriding("_clip_grad_norm"),
     "_get_grad_norm": overriding("_get_grad_norm"),

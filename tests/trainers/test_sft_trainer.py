@@ -114,8 +114,9 @@ def test_an_evaluation_has_the_metrics_of_its_rows_whatever_came_before(monkeypa
 
 def perplexity_by_hand(dataset):
     """Of the mean over the supervised tokens, row by row, on real logits in fp64."""
-    model = tiny_model()
-    pairs = [supervised_logits([model], row) for row in dataset]
+    model = double_copy(tiny_model())
+    with torch.no_grad():
+        pairs = [supervised_logits([model], row) for row in dataset]
     nll = sum(torch.nn.functional.cross_entropy(*pair, reduction="sum").item() for pair in pairs)
     return math.exp(nll / sum(len(labels) for _, labels in pairs))
 
