@@ -157,11 +157,12 @@ def test_a_loss_that_cannot_be_seen_is_not_logged_as_zero_either():
 def test_the_mean_loss_of_a_run_leaves_out_logs_that_are_not_finite(planted, logging_steps, steps):
     """Those of steps behind the last log are a log of their own."""
     trainer, losses = sft(on_non_finite="skip_step", logging_steps=logging_steps, max_steps=steps), []
-    saw = trainer.finite.saw_loss
-    trainer.finite.saw_loss = lambda loss, inputs: (losses.append(loss.item()), saw(loss, inputs))
+    step = trainer.training_step
+    trainer.training_step = lambda *args: losses.append(loss := step(*args)) or loss
     Plant(trainer, "loss", planted)
     with pytest.warns(UserWarning, match="is left out"):
         result = trainer.train()
+    losses = [loss.item() for loss in losses]
     assert len(losses) == steps and math.isnan(losses[planted - 1])
     windows = [losses[i : i + logging_steps] for i in range(0, steps, logging_steps)]
     finite = [loss for window in windows if all(map(math.isfinite, window)) for loss in window]
@@ -292,7 +293,8 @@ def test_nothing_waits_for_the_device_between_logs(monkeypatch):
     trainer = sft(max_steps=6, save_strategy="no")
     guard, read = trainer.finite, []
     judge, check = guard._judge, guard.check
-    for name in ("saw_loss", "saw_norm", "saw_teacher", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"):
+    told = [name for name in dir(guard) if name.startswith(("saw_", "record_"))]
+    for name in (*told, "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"):
         called = getattr(guard, name)
 
         def unread(*args, called=called, **kwargs):
