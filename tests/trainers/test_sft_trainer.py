@@ -11,6 +11,7 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from tiny import VOCAB, WORDS, completions, double_copy, texts, tiny_model, tiny_tokenizer, train_args
 from trainings import logged, sft, supervised_logits, trained
+from transformers import Trainer
 from trl import ModelConfig, SFTTrainer, get_peft_config
 from trl.trainer import sft_trainer
 
@@ -328,6 +329,22 @@ def test_no_row_left_is_an_error():
 def test_rows_are_counted_in_a_stream_by_trl():
     trainer = trained(sft(data=completions().to_iterable_dataset(), max_steps=2))
     assert trainer.skipped_rows == {} and math.isfinite(logged(trainer)[0])
+
+
+@pytest.mark.parametrize("what", ["one process", "fsdp", "processes"])
+def test_an_evaluation_before_training_leaves_nothing_on_the_model_of_several_processes(monkeypatch, what):
+    """What accelerate did for it is undone, so that training prepares the model again; nowhere else is there a need."""
+    trainer, found = sft(bf16=True, max_steps=1), []
+    before = trainer.model.forward
+    trainer.evaluate(trainer.train_dataset)
+    assert trainer.model.forward != before
+    with monkeypatch.context() as several:
+        several.setattr(type(trainer.accelerator), "num_processes", 1 if what == "one process" else 2)
+        several.setattr(trainer, "is_fsdp_enabled", what == "fsdp")
+        several.setattr(Trainer, "train", lambda self, *_, **__: found.append(self.model.forward == before))
+        trainer.train()
+    assert found == [what == "processes"]
+    trainer.train()
 
 
 PUBLISHED = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}  # against transformers' rules
