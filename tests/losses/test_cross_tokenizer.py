@@ -1,4 +1,4 @@
-"""Teachers of another tokenizer: the losses uld and alm beside plain torch in fp64, and what they share."""
+"""Teachers of another tokenizer: the losses uld and alm against plain torch in fp64, and what they share."""
 
 import itertools
 import json
@@ -444,7 +444,7 @@ def test_rows_that_the_teacher_makes_nothing_of(teacher, ours, monkeypatch):
 
 
 def rows_in(batch) -> list[tuple[dict, tuple[list[int], list]]]:
-    """(row, (what the teacher reads, spans)) of each row of a batch, from its tensors alone."""
+    """(row, (what the teacher reads, spans)) of each row of a batch, from nothing but its tensors."""
     rows, length = [], batch["input_ids"].shape[1]
     for i in range(len(batch["input_ids"])):
         size, their_size = int(batch["attention_mask"][i].sum()), int(batch["alm_attention_mask"][i].sum())

@@ -44,7 +44,7 @@ QUICK = set(zip(FORMS, list(KINDS) * 4, strict=False))  # each form with one kin
     "form, kind", [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in ALL]
 )
 def test_rows_packed_or_masked_give_the_loss_of_the_sparse_target_computed_live(tmp_path, form, kind):
-    """By hand: each supervised position's own entries, from the teacher's forward over that document alone."""
+    """By hand: each supervised position's own entries, from the teacher's forward over only that document."""
     rows, options = FORMS[form]
     options = {**KINDS[kind], "cache_entries": 6, "cache_bits": 16, **options, **STEP}
     teacher, student, data = teacher_model(), tiny_model(), rows(10)

@@ -114,7 +114,7 @@ def test_routed(options):
 
 
 def test_one_teacher_among_several_is_that_teacher():
-    """The weights of several equal teachers add up; one alone is as without a list. All logs agree."""
+    """The weights of several equal teachers add up; a single one is as without a list. All logs agree."""
     model, data = teachers()["math"], completions(6)
     want, want_gradients = step(make(model, data))
     for weights in ({"a": 1.0}, {"a": 0.75, "b": 0.25}):
@@ -236,7 +236,7 @@ def sampled_by_hand(seen, domain_of):
 
 @pytest.mark.parametrize("alone", [False, True], ids=["completions", "prompts alone"])
 def test_routed_on_policy(alone):
-    """A row keeps its teacher when the student completes it anew, in training and in evaluation."""
+    """A row keeps its teacher when the student completes it, in training and in evaluation."""
     data, test = rows(16), rows(6, seed=9)
     if alone:
         data, test = data.remove_columns("completion"), test.remove_columns("completion")

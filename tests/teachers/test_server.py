@@ -156,7 +156,7 @@ def test_answers_that_are_refused(protocol, change, error, message):
 
 
 def test_a_server_that_lists_no_token_beyond_the_likeliest():
-    """The one that stands at a place is then known from `token_logprobs` alone."""
+    """The one that stands at a place is then known only from `token_logprobs`."""
 
     def likeliest_alone(choice):
         places = choice["logprobs"]["top_logprobs"]
@@ -261,7 +261,7 @@ def test_several_servers_share_the_requests():
 
 @pytest.mark.parametrize("broken", [503, Reply(b"<html>"), Reply(b"{", headers={"Content-Length": "99"})])
 def test_another_server_takes_over(broken):
-    """At once, without a pause, and the one that failed is left alone."""
+    """At once, without a pause, and the one that failed is not asked again."""
     pauses = []
     with served(tiny_model(), lambda a, r: broken) as bad, served(tiny_model()) as good:
         options = options_of(bad, url=[bad.url, good.url], retries=0, concurrency=1)

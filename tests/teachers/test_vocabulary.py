@@ -1,4 +1,4 @@
-"""Which tokens two models share: tokenizers compared by string, padded heads, tokens that one side alone has."""
+"""Which tokens two models share: tokenizers compared by string, padded heads, tokens that only one side has."""
 
 import pytest
 import torch

@@ -376,7 +376,7 @@ def other_template(folder, template):
 
 @pytest.mark.parametrize("change, said", [("<assistant> w7", True), ("<assistant>", False)])
 def test_a_teacher_with_another_chat_template_is_said_before_training(change, said, tmp_path, capsys):
-    """Where it writes the rows otherwise: a template may differ in its text alone."""
+    """Where it writes the rows otherwise: a template may differ only in its text."""
     template = "{# another #}" + tiny_tokenizer().chat_template.replace("<assistant>", change)
     distill(data=chats(4), max_steps=1, assistant_only_loss=True, **other_template(tmp_path, template))
     out = "".join(capsys.readouterr())

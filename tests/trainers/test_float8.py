@@ -1,4 +1,4 @@
-"""A model whose linear layers torchao computes in fp8, under our patches and loss, beside TRL's trainer."""
+"""A model whose linear layers torchao computes in fp8, under our patches and loss, and under TRL's trainer."""
 
 from typing import Any
 

@@ -324,7 +324,7 @@ def test_the_callback_of_an_unmodified_trainer(family):
 
 
 def test_models_by_their_names_with_the_processors_beside_them(tmp_path):
-    """The teacher's own processor is noticed; a checkpoint is resumed, with its processor beside it."""
+    """The teacher's own processor is noticed; a checkpoint is resumed, with its processor next to it."""
     student, (teacher, processor) = vision_model("gemma3"), larger_images()
     student.save_pretrained(tmp_path / "student"), vision_processor("gemma3").save_pretrained(tmp_path / "student")
     teacher.save_pretrained(tmp_path / "teacher"), processor.save_pretrained(tmp_path / "teacher")

@@ -248,7 +248,7 @@ def test_vllms_records_that_are_refused(ours, tmp_path, change, error, message):
 
 
 def test_the_token_that_stands_there_is_no_likely_one_for_that(tmp_path):
-    """vLLM lists it beside the k likeliest, with its rank among all; a tie with the last of them counts."""
+    """vLLM lists it besides the k likeliest, with its rank among all; a tie with the last of them counts."""
     likely = {"4": {"logprob": -0.5, "rank": 1}, "7": {"logprob": -1.5, "rank": 2}}
     for rank, entries in ((40, 2), (3, 3), (None, 3)):
         places = [None, {"9": {"logprob": -6.0, "rank": rank}, **likely}]

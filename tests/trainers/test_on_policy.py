@@ -1,4 +1,4 @@
-"""On-policy distillation: whose completions, how sampled, the denominator, metrics, prompts alone, refusals."""
+"""On-policy distillation: whose completions, how sampled, the denominator, metrics, rows of only prompts, refusals."""
 
 import copy
 import inspect
@@ -374,7 +374,7 @@ ASKED = {
 
 @pytest.mark.parametrize("case", ASKED)
 def test_a_prompt_ends_where_the_template_asks_for_an_answer(case):
-    """Not where the texts of prompt alone and of prompt and completion part."""
+    """Not where the texts of the prompt, and of prompt and completion, part."""
     rows, options = ASKED[case]
     tokenizer, data = tiny_tokenizer(), Dataset.from_list(rows)
     tokenizer.chat_template = THINKING

@@ -45,7 +45,7 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 def with_projectors(**options):
-    """The clipping of the student's gradients leaves theirs alone."""
+    """The clipping of the student's gradients does not touch theirs."""
     losses = [{"type": "forward_kl"}, {"type": "hidden_mse", "layers": "last"}]
     return distill(teacher=tiny_model(seed=1, hidden_size=48), losses=losses, adam_epsilon=1e-2, **options)
 

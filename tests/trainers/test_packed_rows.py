@@ -70,7 +70,7 @@ def test_documents_are_numbered_as_transformers_does():
 
 
 def test_a_step_is_that_of_documents_one_by_one():
-    """Through TRL's packing and collator, beside rows of one document."""
+    """Through TRL's packing and collator, compared with rows of one document."""
     data = texts(12, seed=3)
     steps = []
     for how in ({"per_device_train_batch_size": 8}, {"packing": False, "per_device_train_batch_size": 12}):
@@ -180,7 +180,7 @@ def test_evaluation_alone_is_not_packed():
 
 
 def test_a_collator_of_one_s_own():
-    """Positions that start anew are enough."""
+    """Positions that start again are enough."""
 
     def collate(rows):
         ids = torch.cat([torch.tensor(row["input_ids"]) for row in rows])[None]

@@ -1,4 +1,4 @@
-"""Trainings that see quantised weights, beside torchao's own quantisation-aware layers and the model that is loaded."""
+"""Trainings that see quantised weights, compared with torchao's quantisation-aware layers and the loaded model."""
 
 import copy
 import itertools

@@ -41,7 +41,7 @@ def step(trainer):
 
 
 def stock(family, batches):
-    """The mean auxiliary loss of the batches and its gradients, by transformers' model alone."""
+    """The mean auxiliary loss of the batches and its gradients, by transformers' model."""
     model = student(family)
     names = ("input_ids", "attention_mask", "position_ids")
     losses = [

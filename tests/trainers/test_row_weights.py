@@ -207,7 +207,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_stored_logits_are_weighted_too(name):
-    """The loss is that of each token alone, times its weight, whatever the others weigh."""
+    """The loss is each token's own, times its weight, whatever the others weigh."""
     answer_of, options = ANSWERS[name]
     student, teacher = torch.randn(2, 2, 5, 16) * 3
     labels, weights = torch.randint(16, (2, 5)), torch.rand(2, 5)

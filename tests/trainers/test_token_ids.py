@@ -97,7 +97,7 @@ def test_tokens_of_one_tokenizer_alone_are_not_sampled(tmp_path):
 
 
 def test_the_other_tokens_keep_their_shares():
-    """Of a softmax over the tokens that there are; `suppress_tokens` of one's own count beside ours."""
+    """Of a softmax over the tokens that there are; `suppress_tokens` of the user count too."""
     model, draws = hot(), 2500
     args = train_args(LigerDistillConfig, max_completion_length=1, generation_kwargs={"suppress_tokens": [7]})
     sampler = ModelSampler(args, tiny_tokenizer(), Writable(VOCAB, frozenset({9, 200})))
