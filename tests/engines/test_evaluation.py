@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import trainings
 from datasets import Dataset
 from processes import run_on
 from tiny import WORDS, completions, tiny_model, tiny_tokenizer, train_args
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import DistillationCallback
 
 ROWS = (5, 10, 17)
 BATCH = 4  # 8 and 12 rows a step: the rows that fill it up are many, few, and more than there are
@@ -44,24 +45,19 @@ def even_rows(n):
 
 
 def teacher(seed=5):
-    return tiny_model("gemma2", seed=seed, hidden_size=48)
+    return trainings.a_teacher(seed=seed)
 
 
-def sft(model=None, rows=rows_of, wrap=lambda rows: rows, config=SFTConfig, given=None, **options):
-    data = {str(n): wrap(rows(n)) for n in ROWS}
-    options = {"per_device_eval_batch_size": BATCH, **options}
-    return LigerTrainer(
-        model or tiny_model(), args=train_args(config, **options), train_dataset=rows(8), eval_dataset=data,
-        processing_class=tiny_tokenizer(), **(given or {}),
-    )  # fmt: skip
+def data_of(rows, wrap=lambda rows: rows):
+    return {"data": rows(8), "eval_data": {str(n): wrap(rows(n)) for n in ROWS}, "per_device_eval_batch_size": BATCH}
+
+
+def sft(model=None, rows=rows_of, wrap=lambda rows: rows, **options):
+    return trainings.sft(model, **{**data_of(rows, wrap), **options})
 
 
 def distill(model=None, rows=rows_of, **options):
-    args = {"per_device_eval_batch_size": BATCH, "eval_packing": False, **KD, **options}
-    return LigerDistillTrainer(
-        tiny_model(), teacher_model=model or teacher(), args=train_args(LigerDistillConfig, **args),
-        train_dataset=rows(8), eval_dataset={str(n): rows(n) for n in ROWS}, processing_class=tiny_tokenizer(),
-    )  # fmt: skip
+    return trainings.distill(None, model or teacher(), **{**data_of(rows), "eval_packing": False, **KD, **options})
 
 
 def routed(**options):
@@ -88,7 +84,7 @@ def accuracy(prediction):
 
 
 def with_logits(**options):
-    return sft(given={"compute_metrics": accuracy}, include_for_metrics=["inputs"], **options)
+    return sft(compute_metrics=accuracy, include_for_metrics=["inputs"], **options)
 
 
 def predicted(trainer):
@@ -151,7 +147,7 @@ CASES = {
     # whatever is measured
     "aux_loss": lambda: sft(tiny_model("mixtral")).evaluate(),
     "label_smoothing": lambda: sft(label_smoothing_factor=0.1).evaluate(),
-    "compute_loss_func": lambda: sft(tiny_model("mixtral"), given={"compute_loss_func": loss_of_logits}).evaluate(),
+    "compute_loss_func": lambda: sft(tiny_model("mixtral"), compute_loss_func=loss_of_logits).evaluate(),
     "compute_metrics": lambda: with_logits().evaluate(),
     "compute_metrics_dispatched": lambda: with_logits(rows=even_rows, **DISPATCHED).evaluate(),
     "predict": lambda: predicted(sft()),

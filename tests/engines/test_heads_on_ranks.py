@@ -8,9 +8,9 @@ import pytest
 import torch
 from engines.heads_on_ranks import ENGINES, OBJECTIVES, STEPS, gradients_of, step, student_of
 from processes import run_on
-from tiny import assert_same_gradients, texts, tiny_model, tiny_tokenizer, train_args
+from tiny import assert_same_gradients, texts, tiny_model
+from trainings import distill, sft
 
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.errors import ConfigError
 from liger_trainer.extras.vocab_parallel.heads import ShardedHead, keep_sharded, kept_sharded, obstacle
 from liger_trainer.extras.vocab_parallel.trainer import shard_head, why_whole_head
@@ -64,8 +64,7 @@ def test_tensor_parallel_heads_stay_sharded(two_processes):
 
 
 def trainer_with(vocab_parallel, model=None):
-    args = train_args(LigerConfig, vocab_parallel=vocab_parallel)
-    return LigerTrainer(model or tiny_model(), args=args, train_dataset=texts(), processing_class=tiny_tokenizer())
+    return sft(model, texts(), config=LigerConfig, vocab_parallel=vocab_parallel)
 
 
 def test_what_is_in_the_way_is_an_error_where_it_must_stay_sharded():
@@ -93,11 +92,8 @@ def test_tied_heads_are_gathered():
     ("losses", "teacher"), [([{"type": "hidden_mse"}, {"type": "ce"}], "model"), ([{"type": "forward_kl"}], "several")]
 )
 def test_losses_that_need_whole_heads_say_so(losses, teacher):
-    args = train_args(LigerDistillConfig, losses=losses)
     models = tiny_model(seed=1) if teacher == "model" else {"a": tiny_model(seed=1), "b": tiny_model(seed=2)}
-    trainer = LigerDistillTrainer(
-        tiny_model(), teacher_model=models, args=args, train_dataset=texts(), processing_class=tiny_tokenizer()
-    )
+    trainer = distill(None, models, texts(), losses=losses)
     assert why_whole_head(trainer) is not None
 
 

@@ -1,4 +1,4 @@
-"""The divergences beside TRL's own losses: values and gradients, at every beta that its trainers know by name."""
+"""The divergences compared with TRL's losses: values and gradients, at every beta that its trainers know by name."""
 
 import pytest
 import torch

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from plain_models import assert_equals_plain, without_labels
 from tiny import (
     VOCAB,
     assert_same_gradients,
@@ -191,35 +192,24 @@ def test_operations_are_kept_in_their_order(hidden):
     torch.testing.assert_close(got, want)
 
 
-def test_what_is_read_later_carries_gradients(hidden):
+def test_what_is_read_later_carries_gradients_has_a_length_and_rows(hidden):
     toy = Toy()
     with deferred_logits(toy):
         logits = toy.head(hidden) / 2
-    got = torch.autograd.grad(logits.square().sum(), (hidden, toy.head.weight, toy.head.bias))
-    want = torch.autograd.grad((toy.head(hidden) / 2).square().sum(), (hidden, toy.head.weight, toy.head.bias))
+    leaves = (hidden, toy.head.weight, toy.head.bias)
+    got, want = (torch.autograd.grad(x.square().sum(), leaves) for x in (logits, toy.head(hidden) / 2))
     torch.testing.assert_close(got, want)
-
-
-def test_length_and_iteration_compute(hidden):
-    toy = Toy()
-    with deferred_logits(toy):
-        logits = toy.head(hidden)
     assert len(logits) == B
-    torch.testing.assert_close(torch.stack(list(logits)), toy.head(hidden))
+    torch.testing.assert_close(torch.stack(list(logits)), toy.head(hidden) / 2)
 
 
-def test_the_head_is_its_own_again_after_an_error(hidden):
-    toy = Toy()
-    with contextlib.suppress(RuntimeError), deferred_logits(toy):
-        raise RuntimeError
-    assert isinstance(toy.head(hidden), torch.Tensor)
-
-
-def test_other_models_of_the_class_are_left_alone(hidden):
+def test_only_this_head_is_changed_and_its_own_again_after_an_error(hidden):
     toy, other = Toy(), Toy()
-    with deferred_logits(toy):
+    with contextlib.suppress(RuntimeError), deferred_logits(toy):
         assert isinstance(other.head(hidden), torch.Tensor)
         assert isinstance(toy.head(hidden), DeferredLogits)
+        raise RuntimeError
+    assert isinstance(toy.head(hidden), torch.Tensor)
 
 
 # Heads
@@ -234,7 +224,7 @@ def test_head_is_read_when_it_is_used():
     model.set_output_embeddings(new)
     truth = double_copy(model)
     del truth.forward
-    assert_same_gradients(named_gradients(model, model(**batch).loss), named_gradients(truth, truth(**batch).loss))
+    assert_equals_plain(model, truth)
     assert new.bias.grad.any()
 
 
@@ -248,13 +238,6 @@ def peft_pair(config, family="llama"):
     truth = double_copy(model)
     FusedLoss(model.get_base_model())
     return model, truth
-
-
-def assert_fused_equals_plain(model, truth, batch):
-    got, want = model(**batch), truth(**batch)
-    torch.testing.assert_close(got.loss.double(), want.loss.double(), rtol=1e-6, atol=0)
-    assert_same_gradients(named_gradients(model, got.loss), named_gradients(truth, want.loss))
-    return got
 
 
 def dora_on_head():
@@ -320,7 +303,7 @@ def test_a_head_that_cannot_be_deferred_warns_and_stays_exact(pair):
     with pytest.warns(
         MaterializedLogitsWarning, match=f"LlamaForCausalLM stores the logits of the whole batch: {OBSTACLES[pair]}"
     ):
-        outputs = assert_fused_equals_plain(model, truth, batch)
+        outputs, _ = assert_equals_plain(model, truth, batch)
     assert isinstance(outputs.logits, torch.Tensor)
     with warnings.catch_warnings():
         warnings.simplefilter("error", MaterializedLogitsWarning)
@@ -341,15 +324,11 @@ class ShiftedLogits(LlamaForCausalLM):
 
 
 def test_a_forward_that_computes_its_logits_warns_and_stays_exact():
-    batch = masked_batch()
     model = ShiftedLogits(tiny_model().config)
     truth = double_copy(model)
-    want = truth(**batch).loss
     FusedLoss(model)
     with pytest.warns(MaterializedLogitsWarning, match="ShiftedLogits computes its logits for __add__"):
-        got = model(**batch).loss
-    torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=0)
-    assert_same_gradients(named_gradients(model, got), named_gradients(truth, want))
+        assert_equals_plain(model, truth)
 
 
 def test_what_a_head_is_not():
@@ -470,7 +449,7 @@ CHANGES = {
 
 
 def unlabelled(model):
-    return model(**{name: x for name, x in masked_batch().items() if name != "labels"}).logits
+    return model(**without_labels(masked_batch())).logits
 
 
 def head_of(model):

@@ -1,5 +1,6 @@
 """The fused loss on whole models: loss and every gradient against the model's own forward in fp64."""
 
+import contextlib
 import copy
 import inspect
 import warnings
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_models import assert_equals_plain, deferred_of, relative_error, without_labels
 from quick_cases import by_turns
 from tiny import (
     FAMILIES,
@@ -15,6 +17,7 @@ from tiny import (
     assert_same_gradients,
     divergence_by_hand,
     double_copy,
+    gradients,
     masked_batch,
     named_gradients,
     padding_free_batch,
@@ -22,7 +25,7 @@ from tiny import (
     tiny_model,
 )
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
@@ -51,14 +54,11 @@ CASES = {
     [*((family, "masked") for family in FAMILIES), *((f, case) for f in ("llama", "gemma2") for case in CASES)],
 )
 def test_loss_and_every_gradient_equal_the_plain_model(family, case):
-    model, batch = tiny_model(family), CASES[case]()
+    model = tiny_model(family)
     truth = double_copy(model)
-    want = truth(**batch).loss
     FusedLoss(model)
-    outputs = model(**batch)
+    outputs, _ = assert_equals_plain(model, truth, CASES[case]())
     assert isinstance(outputs.logits, DeferredLogits)
-    torch.testing.assert_close(outputs.loss.double(), want.double(), rtol=1e-6, atol=0)
-    assert_same_gradients(named_gradients(model, outputs.loss), named_gradients(truth, want))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -105,12 +105,10 @@ def weighed_by_probability(logits, labels, num_items):
 def test_options_equal_their_formulas(family, options, formula, num_items):
     model, batch = tiny_model(family), masked_batch()
     truth = double_copy(model)
-    logits = truth(**{k: v for k, v in batch.items() if k != "labels"}).logits
+    logits = truth(**without_labels(batch)).logits
     want = formula(logits.flatten(0, 1), shift_labels_of(batch["labels"]).flatten(), num_items)
     FusedLoss(model, LossOptions(**options))
-    got = model(**batch, num_items_in_batch=num_items).loss
-    torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=0)
-    assert_same_gradients(named_gradients(model, got), named_gradients(truth, want))
+    assert_equals_plain(model, truth, {**batch, "num_items_in_batch": num_items}, want)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -123,8 +121,7 @@ def test_under_bf16_autocast_it_is_as_close_to_the_truth_as_the_plain_model(fami
     for m in (model, plain):
         with torch.autocast("cpu", torch.bfloat16):
             loss = m(**batch).loss
-        got = named_gradients(m, loss)
-        errors.append(sum((got[n].double() - g).square().sum() for n, g in want.items()).sqrt())
+        errors.append(relative_error(m, loss, want))
         assert loss.dtype == torch.float32
         assert abs(loss.item() - truth(**batch).loss.item()) < 0.02 * abs(loss.item())
     assert errors[0] <= 1.3 * errors[1]
@@ -137,9 +134,7 @@ def test_the_triton_kernels_give_the_same(kernels, monkeypatch):
         monkeypatch.setattr(_triton, "INTERPRETED", interpreted)
         student, teacher = tiny_model("gemma2"), tiny_model("phi", seed=3)
         FusedLoss(student, LossOptions(distillation=how, label_smoothing=0.1))
-        with torch.no_grad(), deferred_logits(teacher):
-            logits = teacher(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        for options in ({}, {"teacher_logits": logits}):
+        for options in ({}, {"teacher_logits": deferred_of(teacher, batch)}):
             loss = student(**batch, **options).loss
             results.append((loss, named_gradients(student, loss)))
     for (plain, want), (loss, got) in zip(results[:2], results[2:], strict=True):
@@ -157,16 +152,16 @@ def test_an_upstream_gradient_reaches_every_parameter():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_labels_nothing_changes(family):
-    model, batch = tiny_model(family), masked_batch()
-    batch.pop("labels")
-    prompt = batch["input_ids"][:1, :4]
+    model, batch = tiny_model(family), without_labels(masked_batch())
+
+    def said():
+        tokens = model.generate(batch["input_ids"][:1, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
+        return model(**batch).logits, tokens
+
     with torch.no_grad():
-        logits = model(**batch).logits
-        tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
-        fused = FusedLoss(model)
+        want, fused = said(), FusedLoss(model)
         model(**masked_batch())
-        assert torch.equal(model(**batch).logits, logits)
-        assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0), tokens)
+        assert all(map(torch.equal, said(), want))
     fused.undo()
     assert isinstance(model(**masked_batch()).logits, torch.Tensor)
 
@@ -174,7 +169,7 @@ def test_without_labels_nothing_changes(family):
 def test_outputs_logits_read_later_are_the_real_logits():
     model, batch = tiny_model("gemma2"), masked_batch()
     with torch.no_grad():
-        real = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
+        real = model(**without_labels(batch)).logits
     FusedLoss(model)
     logits = model(**batch).logits
     assert logits.shape == real.shape and logits.dtype == real.dtype
@@ -183,16 +178,17 @@ def test_outputs_logits_read_later_are_the_real_logits():
     torch.testing.assert_close(torch.softmax(logits, -1).detach(), real.softmax(-1))
 
 
-def test_the_signature_of_forward_is_unchanged():
-    model = tiny_model()
-    before = inspect.signature(model.forward)
-    FusedLoss(model)
-    assert inspect.signature(model.forward) == before
-
-
-def test_undo_gives_back_the_forward_that_was_there():
-    model = tiny_model()
-    FusedLoss(model).undo()
+def test_what_it_changes_on_a_model_and_gives_back():
+    model, batch = tiny_model(), masked_batch()
+    signature, loss_function = inspect.signature(model.forward), model.loss_function
+    fused = FusedLoss(model)
+    assert inspect.signature(model.forward) == signature
+    for ids in (batch["input_ids"], batch["input_ids"] + VOCAB):  # after a forward, and after an error in one
+        with contextlib.suppress(IndexError):
+            model(**{**batch, "input_ids": ids})
+            assert ids is batch["input_ids"]
+        assert "forward" not in vars(model.lm_head) and model.loss_function is loss_function
+    fused.undo()
     assert "forward" not in vars(model)
     add_fused_lm_head(model)
     before = vars(model)["forward"]
@@ -203,49 +199,42 @@ def test_undo_gives_back_the_forward_that_was_there():
 
 
 def test_a_deep_copy_computes_with_its_own_weights():
-    model, batch = tiny_model(), masked_batch()
+    model = tiny_model()
     FusedLoss(model)
-    twin = copy.deepcopy(model)
+    twin, truth = copy.deepcopy(model), double_copy(tiny_model())
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in (*twin.parameters(), *truth.parameters()):
             parameter.mul_(0.5)
-        truth = double_copy(tiny_model())
-        for parameter in truth.parameters():
-            parameter.mul_(0.5)
-    want = truth(**batch).loss
-    got = twin(**batch).loss
-    torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=0)
-    assert_same_gradients(named_gradients(twin, got), named_gradients(truth, want))
+    assert_equals_plain(twin, truth)
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_after_a_forward_and_after_an_error_in_one_the_model_is_as_before():
+def own_loss(logits, labels, vocab_size, **kwargs):
+    return logits.sum()
+
+
+class OwnLoss(LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        return super().forward(input_ids=input_ids)
+
+
+def test_a_loss_of_the_models_own_is_refused_and_stays():
     model, batch = tiny_model(), masked_batch()
-    loss_function = model.loss_function
-    FusedLoss(model)
-    model(**batch)
-    assert "forward" not in vars(model.lm_head) and model.loss_function is loss_function
-    with pytest.raises(IndexError):
-        model(**{**batch, "input_ids": batch["input_ids"] + VOCAB})
-    assert "forward" not in vars(model.lm_head) and model.loss_function is loss_function
-
-
-def test_a_model_with_another_loss_is_refused():
-    model = tiny_model()
-    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has a loss of its own \(<lambda>\)"):
+    model.loss_function = own_loss
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has a loss of its own \(own_loss\)"):
         FusedLoss(model)
-
-
-def test_a_loss_that_is_set_on_the_model_later_is_refused_and_stays():
-    model = tiny_model("llama")
+    model = tiny_model()
     fused = FusedLoss(model)
-    model.loss_function = own = lambda logits, labels, vocab_size, **kwargs: logits.sum()
+    model.loss_function = own_loss
     with pytest.raises(ConfigError, match="a loss of its own"):
-        model(**masked_batch())
+        model(**batch)
     fused.undo()
-    assert vars(model)["_loss_function"] is own
-    assert model(**masked_batch()).loss.item() == model(**masked_batch()).logits.sum().item()
+    assert vars(model)["_loss_function"] is own_loss
+    assert model(**batch).loss.item() == model(**batch).logits.sum().item()
+    model = OwnLoss(tiny_model().config)
+    FusedLoss(model)
+    with pytest.raises(ConfigError, match="OwnLoss does not compute its loss through `loss_function`"):
+        model(input_ids=batch["input_ids"], labels=batch["labels"], fused_lm_head=True)
 
 
 def test_the_causal_lm_loss_set_on_the_model_is_still_set_after_a_forward():
@@ -254,18 +243,6 @@ def test_the_causal_lm_loss_set_on_the_model_is_still_set_after_a_forward():
     FusedLoss(model)
     model(**masked_batch())
     assert vars(model)["_loss_function"] is ForCausalLMLoss
-
-
-def test_a_model_that_does_not_call_its_loss_function_is_refused():
-    class OwnLoss(LlamaForCausalLM):
-        def forward(self, input_ids=None, labels=None, **kwargs):
-            return super().forward(input_ids=input_ids)
-
-    model = OwnLoss(LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=16, num_hidden_layers=1))
-    FusedLoss(model)
-    batch = masked_batch()
-    with pytest.raises(ConfigError, match="OwnLoss does not compute its loss through `loss_function`"):
-        model(input_ids=batch["input_ids"], labels=batch["labels"], fused_lm_head=True)
 
 
 def test_logits_of_another_length_than_the_labels_are_refused():
@@ -326,22 +303,19 @@ def test_distillation_equals_the_definition_on_real_logits(pair, how):
         teacher_logits = double_copy(teacher)(**batch).logits
     want = distillation_by_hand(truth(**batch).logits, teacher_logits, labels, how)
     FusedLoss(student, LossOptions(distillation=how))
-    with torch.no_grad(), deferred_logits(teacher):
-        deferred = teacher(**batch).logits
+    deferred = deferred_of(teacher, batch)
     assert isinstance(deferred, DeferredLogits)
     got = student(**batch, labels=labels, teacher_logits=deferred).loss
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0)
     assert_same_gradients(named_gradients(student, got), named_gradients(truth, want))
-    assert all(p.grad is None for p in teacher.parameters())
 
 
 def test_no_gradient_reaches_a_teacher_that_requires_one():
     student, teacher, batch = tiny_model(), tiny_model("phi", seed=3), masked_batch()
-    labels = batch.pop("labels")
     FusedLoss(student, LossOptions(distillation=KINDS["mix"]))
     with deferred_logits(teacher):
-        logits = teacher(**batch).logits
-    student(**batch, labels=labels, teacher_logits=logits).loss.backward()
+        logits = teacher(**without_labels(batch)).logits
+    student(**batch, teacher_logits=logits).loss.backward()
     assert all(p.grad is None for p in teacher.parameters())
     assert student.lm_head.weight.grad.any()
 
@@ -354,11 +328,8 @@ def test_a_student_equal_to_its_teacher_has_loss_and_gradient_zero(family, kind)
     overrides = {"output_router_logits": False} if family == "mixtral" else {}
     student, batch = tiny_model(family, **overrides), masked_batch()
     teacher = copy.deepcopy(student)
-    labels = batch.pop("labels")
     FusedLoss(student, LossOptions(distillation=with_temperature(KINDS[kind], 2.0)))
-    with torch.no_grad(), deferred_logits(teacher):
-        logits = teacher(**batch).logits
-    outputs = student(**batch, labels=labels, teacher_logits=logits, fused_lm_head=True)
+    outputs = student(**batch, teacher_logits=deferred_of(teacher, batch), fused_lm_head=True)
     assert outputs.loss.item() == 0
     assert outputs.agrees[outputs.label_mask].all() and not outputs.forward_kl.any()
     assert all(not g.any() for g in named_gradients(student, outputs.loss).values())
@@ -366,20 +337,17 @@ def test_a_student_equal_to_its_teacher_has_loss_and_gradient_zero(family, kind)
 
 def test_real_teacher_logits_take_the_plain_path_to_the_same_loss():
     student, teacher, batch = tiny_model("gemma2"), tiny_model("phi", seed=3), masked_batch()
-    labels, batch["num_items_in_batch"] = batch.pop("labels"), 23
+    batch["num_items_in_batch"] = 23
     fused = FusedLoss(student, LossOptions(distillation=KINDS["mix"]))
     with torch.no_grad():
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-        real = teacher(**inputs).logits
-        with deferred_logits(teacher):
-            deferred = teacher(**inputs).logits
-    want = named_gradients(student, student(**batch, labels=labels, teacher_logits=deferred).loss)
+        real, deferred = teacher(**without_labels(masked_batch())).logits, deferred_of(teacher, batch)
+    want = named_gradients(student, student(**batch, teacher_logits=deferred).loss)
     with pytest.warns(MaterializedLogitsWarning, match="Gemma2ForCausalLM computes its logits for a distillation loss"):
-        loss = student(**batch, labels=labels, teacher_logits=real).loss
+        loss = student(**batch, teacher_logits=real).loss
     assert_same_gradients(named_gradients(student, loss), want)
     fused.options = LossOptions()
     with pytest.raises(ValueError, match="loss has no distillation part"):
-        student(**batch, labels=labels, teacher_logits=deferred)
+        student(**batch, teacher_logits=deferred)
 
 
 def test_families_are_what_they_are_said_to_be():
@@ -390,12 +358,10 @@ def test_families_are_what_they_are_said_to_be():
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     untied = tiny_model("llama")
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight
-    batch = {"input_ids": masked_batch()["input_ids"]}
     expected = {"gemma2": (1.0, 2.0), "gemma3": (1.0, 1.5), "granite": (0.4, None), "cohere": (0.25, None)}
     for name, (scale, softcap) in expected.items():
         model = tiny_model(name)
-        with deferred_logits(model):
-            logits = model(**batch).logits
+        logits = deferred_of(model, masked_batch())
         assert logits.scale == pytest.approx(scale) and logits.softcap == softcap
     assert AutoModelForCausalLM.from_config(tiny_model("mixtral").config).config.output_router_logits
 
@@ -449,10 +415,9 @@ def test_a_model_may_checkpoint_its_head_and_loss(reentrant, chunks):
     with pytest.warns(MaterializedLogitsWarning, match="the model checkpoints its output head"):
         got, want = model(**batch).loss, truth(**batch).loss
     torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=0)
-    for loss, each in ((got, model), (want, truth)):
-        loss.backward()
-        each.gradients = {name: p.grad for name, p in each.named_parameters()}
-    assert_same_gradients(model.gradients, truth.gradients)
+    got.backward()
+    want.backward()
+    assert_same_gradients(gradients(model), gradients(truth))
 
 
 def test_what_a_checkpointed_loss_cannot_have_is_refused():
@@ -477,7 +442,7 @@ def test_logits_that_were_skipped_can_be_read_without_gradients(skip):
 def test_threads_share_a_model():
     """One is in the middle of a pass with labels while others score, infer, and come to an end."""
     model, batch = tiny_model().eval(), masked_batch()
-    plain = {name: x for name, x in batch.items() if name != "labels"}
+    plain = without_labels(batch)
     with torch.no_grad():
         want, logits = model(**batch).loss, model(**plain).logits
     FusedLoss(model)

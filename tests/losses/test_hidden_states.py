@@ -20,10 +20,11 @@ from tiny import (
     train_args,
 )
 from torch.utils.checkpoint import checkpoint
+from trainings import distill, logged, trained
 from transformers import Trainer, TrainingArguments
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
+from liger_trainer import DistillationCallback
 from liger_trainer.errors import ConfigError, CorruptError
 from liger_trainer.losses.hidden_states import HiddenLosses, _recorded
 from liger_trainer.losses.model_parts import decoder_layers
@@ -44,16 +45,9 @@ def teacher(width=48):
     return tiny_model("gemma2", seed=5, hidden_size=width, num_hidden_layers=3)
 
 
-def make(student=None, teacher_model=None, data=None, peft_config=None, eval_data=None, **options):
-    return LigerDistillTrainer(
-        student or tiny_model(),
-        teacher_model=teacher_model or teacher(),
-        args=train_args(LigerDistillConfig, **{"losses": LOSSES, "optim": "sgd", **options}),
-        train_dataset=data or completions(4),
-        eval_dataset=eval_data,
-        processing_class=tiny_tokenizer(),
-        peft_config=peft_config,
-    )
+def make(student=None, teacher_model=None, data=None, **options):
+    options = {"losses": LOSSES, "optim": "sgd", **options}
+    return distill(student, teacher_model or teacher(), data or completions(4), **options)
 
 
 def logits_and_states(model, **inputs):
@@ -138,7 +132,7 @@ def test_lora_students_with_frozen_weights_below():
     plain = double_copy(tiny_model())
     projectors = {n.split(".")[1]: p.detach().double() for n, p in trainer.progress.hidden.named_parameters()}
     loss, _ = by_hand(plain, double_copy(teacher()), projectors, trainer.train_dataset)
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert logged(trainer)[0] == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_projectors_are_trained_saved_apart_and_resumed_exactly(tmp_path):
@@ -149,20 +143,18 @@ def test_projectors_are_trained_saved_apart_and_resumed_exactly(tmp_path):
     }  # fmt: skip
     whole = make(data=completions(24), output_dir=str(tmp_path), **options)
     before = {name: p.clone() for name, p in whole.progress.hidden.named_parameters()}
-    whole.train()
-    whole.save_model(str(tmp_path / "final"))
+    trained(whole).save_model(str(tmp_path / "final"))
     resumed = make(data=completions(24), output_dir=str(tmp_path / "b"), **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    trained(resumed, str(tmp_path / "checkpoint-3"))
     for name, p in resumed.progress.hidden.named_parameters():
         assert torch.equal(p, dict(whole.progress.hidden.named_parameters())[name])
         assert not torch.equal(p, before[name])
     for got, want in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(got, want)
-    ours, theirs = ([log for log in t.state.log_history if "loss" in log][3:] for t in (resumed, whole))
     for name in ("schedule/temperature", "schedule/hidden_mse_weight", "schedule/teacher_share", "kd_loss"):
-        assert [log[name] for log in ours] == [log[name] for log in theirs]
+        assert logged(resumed, name)[3:] == logged(whole, name)[3:]
     assert resumed.progress.share.state() == whole.progress.share.state()
-    shares = [log["schedule/teacher_share"] for log in theirs]
+    shares = logged(whole, "schedule/teacher_share")[3:]
     assert all(share > 0.4 + 0.6 * step / 6 for share, step in zip(shares, (3, 4, 5), strict=True))  # it did adapt
     for folder in ("checkpoint-3", "final"):
         with safe_open(tmp_path / folder / "model.safetensors", "pt") as weights:
@@ -200,8 +192,7 @@ def test_the_best_model_comes_with_its_projectors(tmp_path):
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-6)
-    last = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log][2]
-    assert last < 0.99 * trainer.state.best_metric
+    assert logged(trainer, "eval_loss")[2] < 0.99 * trainer.state.best_metric
 
 
 def test_the_projectors_gradients_are_clipped_and_start_anew_each_step():
@@ -234,8 +225,7 @@ def test_a_projector_on_demand_changes_nothing_at_first():
     for losses in (without, asked):
         trainer = make(teacher_model=teacher(32), losses=losses, max_steps=2, learning_rate=0.1)
         assert len(list(trainer.progress.parameters())) == (2 if losses is asked else 0)
-        trainer.train()
-        logs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        logs.append(logged(trained(trainer)))
     assert logs[0][0] == pytest.approx(logs[1][0], rel=1e-6) and logs[0][1] != logs[1][1]
 
 
@@ -283,24 +273,20 @@ def test_what_is_refused(monkeypatch):
 
 def with_callback(teacher_model, losses, **options):
     """The logs of a stock Trainer's training, on the rows that LigerDistillTrainer prepares."""
-    rows = make(teacher_model=teacher(32), losses=[{"type": "ce"}]).train_dataset.select_columns(
-        ["input_ids", "labels"]
-    )
+    rows = make(teacher_model=teacher(32), losses=[{"type": "ce"}]).train_dataset
+    rows = rows.select_columns(["input_ids", "labels"])
     args = train_args(TrainingArguments, max_steps=1, optim="sgd", learning_rate=0.0, remove_unused_columns=False)
     trainer = Trainer(
         tiny_model(), args, DataCollatorForLanguageModeling(pad_token_id=tiny_tokenizer().pad_token_id), rows,
         processing_class=tiny_tokenizer(), callbacks=[DistillationCallback(teacher_model, losses=losses, **options)],
     )  # fmt: skip
-    trainer.train()
-    return trainer.state.log_history[0]
+    return trained(trainer).state.log_history[0]
 
 
 def test_the_callback_learns_the_same():
     options = {"schedules": {"hidden_mse_weight": {"from": 0.1, "to": 1.0}}, "taid": {"adaptive": False}}
     got = with_callback(teacher(32), LOSSES, **options)
-    trainer = make(teacher_model=teacher(32), max_steps=1, learning_rate=0.0, **options)
-    trainer.train()
-    want = trainer.state.log_history[0]
+    want = trained(make(teacher_model=teacher(32), max_steps=1, learning_rate=0.0, **options)).state.log_history[0]
     names = [name for name in want if name.startswith(("loss", "schedule/"))]
     assert {"loss", "loss/hidden_mse", "loss/hidden_cosine", "schedule/teacher_share"} <= set(names)
     for name in names:

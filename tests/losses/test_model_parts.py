@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
+from plain_models import assert_equals_plain, relative_error, without_labels
 from tiny import VOCAB, assert_same_gradients, double_copy, masked_batch, named_gradients, shift_labels_of, tiny_model
 
 from liger_trainer.errors import MaterializedLogitsWarning
@@ -49,16 +50,10 @@ def spread_trainable(model: Any) -> Any:
     return model
 
 
-def assert_fused_equals_plain(model: Any, truth: Any, options: LossOptions | None = None) -> dict[str, torch.Tensor]:
-    batch = masked_batch()
-    FusedLoss(model.get_base_model(), options)
-    got, want = model(**batch), truth(**batch)
-    torch.testing.assert_close(got.loss.double(), want.loss.double(), rtol=1e-6, atol=0)
-    assert isinstance(got.logits, DeferredLogits) or not torch.is_grad_enabled()
-    gradients = {}
-    if got.loss.requires_grad:
-        gradients = named_gradients(model, got.loss)
-        assert_same_gradients(gradients, named_gradients(truth, want.loss))
+def assert_fused_equals_plain(model: Any, truth: Any) -> dict[str, torch.Tensor]:
+    FusedLoss(model.get_base_model())
+    outputs, gradients = assert_equals_plain(model, truth)
+    assert isinstance(outputs.logits, DeferredLogits) or not torch.is_grad_enabled()
     return gradients
 
 
@@ -104,35 +99,35 @@ def test_the_logits_read_later_are_those_of_the_plain_model():
 
 
 def several(model: Any) -> None:
-    config = lora(r=2, lora_alpha=9, target_modules=["lm_head"])
-    model.add_adapter("other", config)
+    model.add_adapter("other", lora(r=2, lora_alpha=9, target_modules=["lm_head"]))
     model.add_adapter("elsewhere", lora(target_modules=["v_proj"]))
     model.base_model.set_adapter(["default", "other", "elsewhere"])
 
 
-def not_the_first(model: Any) -> None:
-    model.add_adapter("other", lora(r=2))
-    model.set_adapter("other")
+def another(**options: Any) -> Callable:
+    def change(model: Any) -> None:
+        model.add_adapter("other", lora(**options))
+        model.set_adapter("other")
+
+    return change
 
 
-def none_on_the_head(model: Any) -> None:
-    model.add_adapter("elsewhere", lora(target_modules=["v_proj"]))
-    model.set_adapter("elsewhere")
+ADAPTERS = {
+    "several": several,
+    "not the first": another(r=2),
+    "none on the head": another(target_modules=["v_proj"]),
+    "a frozen A": lambda model: output_module(model).lora_A["default"].requires_grad_(False),
+}
 
 
-def frozen_a(model: Any) -> None:
-    output_module(model).lora_A["default"].requires_grad_(False)
-
-
-@pytest.mark.parametrize("change", [several, not_the_first, none_on_the_head, frozen_a])
-def test_several_adapters(change):
+@pytest.mark.parametrize("which", ADAPTERS)
+def test_several_adapters(which):
     torch.manual_seed(2)
     model = wrapped("llama", lora())
-    change(model)
+    ADAPTERS[which](model)
     gradients = assert_fused_equals_plain(model, double_copy(model))
     assert all(x.any() for x in gradients.values())
-    if change is several:
-        assert len(Head.read(output_module(model)).lora) == 2
+    assert which != "several" or len(Head.read(output_module(model)).lora) == 2
 
 
 @pytest.mark.parametrize("case", ["lora", "tokens, tied", "saved"])
@@ -183,15 +178,12 @@ def test_distillation_with_adapters_on_both_sides(kind):
     student, teacher = wrapped("phi", lora()), wrapped("gemma2", lora(r=2))
     truth, batch = double_copy(student), masked_batch()
     true_teacher = double_copy(teacher)
-    inputs = {k: x for k, x in batch.items() if k != "labels"}
-    labels = shift_labels_of(batch["labels"]).flatten()
+    inputs, labels = without_labels(batch), shift_labels_of(batch["labels"]).flatten()
     with torch.no_grad():
         logits = true_teacher(**inputs).logits.flatten(0, 1)
-    want = distillation_reference(
-        truth(**inputs).logits.flatten(0, 1), logits, kind=kind, labels=labels, ce_weight=0.3, temperature=1.5
-    )
-    options = Distillation(weights={kind: 1.0}, ce_weight=0.3, temperature=1.5)
-    FusedLoss(student.get_base_model(), LossOptions(distillation=options))
+    how = {"ce_weight": 0.3, "temperature": 1.5}
+    want = distillation_reference(truth(**inputs).logits.flatten(0, 1), logits, kind=kind, labels=labels, **how)
+    FusedLoss(student.get_base_model(), LossOptions(distillation=Distillation(weights={kind: 1.0}, **how)))
     with torch.no_grad(), deferred_logits(teacher.get_base_model()):
         of_teacher = teacher(**inputs).logits
     got = student(**batch, teacher_logits=of_teacher, fused_lm_head=True)
@@ -204,16 +196,15 @@ def test_distillation_from_a_cache():
     student, batch = wrapped("phi", lora()), masked_batch()
     truth = double_copy(student)
     n, length = batch["labels"].shape
-    ids = torch.stack(
-        [torch.randperm(VOCAB, generator=torch.Generator().manual_seed(i))[:4] for i in range(n * length)]
-    )
+    generators = (torch.Generator().manual_seed(i) for i in range(n * length))
+    ids = torch.stack([torch.randperm(VOCAB, generator=generator)[:4] for generator in generators])
     of_token = torch.zeros(n, length)
     targets = TokenTargets(
         ids=ids.view(n, length, 4), log_probs=torch.full((n, length, 4), 0.2).log(), unnamed=of_token,
         top_ids=ids[:, 0].view(n, length), label_log_prob=of_token, entropy=of_token,
     )  # fmt: skip
     teacher = SparseAnswer(targets, "bucket", VOCAB)
-    logits = truth(**{k: x for k, x in batch.items() if k != "labels"}).logits.flatten(0, 1)
+    logits = truth(**without_labels(batch)).logits.flatten(0, 1)
     keep = shift_labels_of(batch["labels"]).flatten() != -100
     want = sparse_divergence_reference(logits, ids, targets.log_probs.flatten(0, 1))[keep].mean()
     FusedLoss(student.get_base_model(), LossOptions(distillation=Distillation()))
@@ -231,8 +222,7 @@ def test_half_precision_keeps_the_adapters_gradients_in_fp32():
     errors = []
     for m in (model, plain):
         loss = m(**batch).loss
-        gradients = named_gradients(m, loss)
-        errors.append(sum((gradients[n].double() - g).square().sum() for n, g in want.items() if "lm_head" in n).sqrt())
+        errors.append(relative_error(m, loss, want, "lm_head"))
         assert abs(loss.item() - truth(**batch).loss.item()) < 0.02 * loss.item()
     for part in ("lora_A", "lora_B"):
         assert getattr(output_module(model), part)["default"].weight.grad.dtype == torch.float32
@@ -288,16 +278,9 @@ def test_hooks_on_the_head_count(place, kind):
     for each in (model, truth):
         put_hook(output_module(each.get_base_model()).get_submodule(place), kind, seen)
     FusedLoss(model.get_base_model())
-    assert_same_with_logits(model, truth)
+    with warnings.catch_warnings(action="ignore", category=MaterializedLogitsWarning):
+        assert_equals_plain(model, truth)
     assert len(seen) == 2
-
-
-def assert_same_with_logits(model: Any, truth: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MaterializedLogitsWarning)
-        got, want = model(**masked_batch()), truth(**masked_batch())
-    torch.testing.assert_close(got.loss.double(), want.loss.double(), rtol=1e-6, atol=0)
-    assert_same_gradients(named_gradients(model, got.loss), named_gradients(truth, want.loss))
 
 
 @pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook"])
@@ -307,6 +290,7 @@ def test_backward_hooks_on_a_plain_head_need_its_logits(kind):
     for each in (model, truth):
         put_hook(each.lm_head, kind, seen)
     FusedLoss(model)
-    assert_same_with_logits(model, truth)
+    with warnings.catch_warnings(action="ignore", category=MaterializedLogitsWarning):
+        assert_equals_plain(model, truth)
     assert len(seen) == 2
     assert "its output head (Linear) has backward hooks" in str(Head.read(model.lm_head))

@@ -11,13 +11,11 @@ from tiny import (
     divergence_by_hand,
     double_copy,
     kl,
-    shift_labels_of,
-    tiny_model,
-    tiny_tokenizer,
     train_args,
 )
+from trainings import distill, supervised_logits, trained
 
-from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
+from liger_trainer import DistillationCallback, LigerDistillConfig
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError
 from liger_trainer.kernels.divergence_kinds import KINDS
@@ -30,14 +28,8 @@ EVERY = [{"type": kind, "weight": 0.2 + 0.1 * i} for i, kind in enumerate(KINDS)
 
 
 def make(**options):
-    return LigerDistillTrainer(
-        tiny_model(),
-        teacher_model=tiny_model("gemma2", seed=5, hidden_size=48),
-        args=train_args(LigerDistillConfig, **{"max_steps": 1, "optim": "sgd", "learning_rate": 0.0, **options}),
-        train_dataset=completions(4),
-        eval_dataset=completions(3, seed=4),
-        processing_class=tiny_tokenizer(),
-    )
+    options = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.0, **options}
+    return distill(data=completions(4), eval_data=completions(3, seed=4), **options)
 
 
 def of_kind(kind, s, t, temperature, beta, alpha):
@@ -58,16 +50,13 @@ def values_by_hand(student, teacher, rows, temperature=1.0, beta=0.5, alpha=0.1,
     """{type: mean over the supervised tokens}, times the temperature squared, in fp64."""
     found = {}
     for row in rows:
-        ids, keep = torch.tensor([row["input_ids"]]), None
-        labels = shift_labels_of(torch.tensor([row["labels"]]))[0]
-        keep = labels != -100
-        s = student(input_ids=ids).logits[0, keep]
-        t = teacher(input_ids=ids).logits[0, keep].detach()
+        s, t, labels = supervised_logits((student, teacher), row)
+        t = t.detach()
         mixed = share * t + (1 - share) * s.detach()
         for kind in KINDS:
             each = of_kind(kind, s, mixed, temperature, beta, alpha) * temperature**2
             found.setdefault(kind, []).append(each)
-        found.setdefault("ce", []).append(torch.nn.functional.cross_entropy(s, labels[keep], reduction="none"))
+        found.setdefault("ce", []).append(torch.nn.functional.cross_entropy(s, labels, reduction="none"))
         found.setdefault("jsd at 1", []).append(of_kind("jsd", s, t, 1.0, 0.5, 0.0))
     return {name: torch.cat(values).mean() for name, values in found.items()}
 
@@ -119,11 +108,7 @@ def test_every_jsd_is_measured_in_evaluations_with_what_else_is_minimised():
 
 def test_a_weight_of_0_measures_only():
     losses = [{"type": "forward_kl"}, {"type": "tvd", "weight": 0}, {"type": "ce", "weight": 0}]
-    logs = []
-    for listed in (losses[:1], losses):
-        trainer = make(losses=listed)
-        trainer.train()
-        logs.append(trainer.state.log_history[0])
+    logs = [trained(make(losses=listed)).state.log_history[0] for listed in (losses[:1], losses)]
     assert logs[0]["loss"] == logs[1]["loss"] and logs[0]["grad_norm"] == logs[1]["grad_norm"]
     assert logs[1]["loss/tvd"] > 0.1 and logs[1]["loss/ce"] == logs[1]["ce_loss"] and "loss/tvd" not in logs[0]
 
@@ -172,14 +157,8 @@ def test_wrong_lists(fields, message):
         ("schedules: {ce_weight: {to: 1.0}}\n", "r.yaml:4: schedules: 'ce_weight' is no scalar of this loss"),
         ("taid: {start: 0.9, end: 0.1}\n", "r.yaml:4: taid: the teacher's share rises"),
         ("skew_alpha: 0.2\n", "r.yaml:4: skew_alpha: has no effect"),
-        (
-            "label_smoothing_factor: 0.1\n",
-            "r.yaml:4: label_smoothing_factor: has no effect: it is of",
-        ),
-        (
-            "teacher_tokenizer_name_or_path: d\nteacher: self\nuse_peft: true\n",
-            "r.yaml:4: teacher_tok.* no effect",
-        ),
+        ("label_smoothing_factor: 0.1\n", "r.yaml:4: label_smoothing_factor: has no effect: it is of"),
+        ("teacher_tokenizer_name_or_path: d\nteacher: self\nuse_peft: true\n", "r.yaml:4: teacher_tok.* no effect"),
         ("kd_temperature: 2\nlosses: [{type: ce}]\n", "r.yaml:4: kd_temperature: has no effect"),
         ("taid: {}\nteacher: cache\nteacher_cache_dir: x\n", "r.yaml:4: taid: it mixes logits of the whole vocabulary"),
     ],

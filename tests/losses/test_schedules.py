@@ -1,30 +1,24 @@
 """Schedules and TAID: the values over the steps, that the loss follows them, evaluations, what is refused."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import completions, tiny_model, tiny_tokenizer, train_args
+from tiny import completions, tiny_model, train_args
+from trainings import distill, logged, trained
 
-from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
+from liger_trainer import DistillationCallback, LigerDistillConfig
 from liger_trainer.errors import ConfigError
 from liger_trainer.losses.plan import plan_of
 from liger_trainer.losses.schedules import Schedule, Taid
-from liger_trainer.trainers.loss_schedule import LossState, TaidShare
+from liger_trainer.trainers.loss_schedule import TaidShare
 
 MIX = [{"type": "jsd", "weight": 0.5, "beta": 0.4}, {"type": "skew_kl"}, {"type": "ce", "weight": 0.25}]
 
 
 def make(**options):
-    return LigerDistillTrainer(
-        tiny_model(),
-        teacher_model=tiny_model("phi", seed=5),
-        args=train_args(LigerDistillConfig, **{"losses": MIX, "beta": 0.4, "learning_rate": 0.0, **options}),
-        train_dataset=completions(4),
-        eval_dataset=completions(4, seed=3),
-        processing_class=tiny_tokenizer(),
-    )
+    options = {"losses": MIX, "beta": 0.4, "learning_rate": 0.0, **options}
+    return distill(None, tiny_model("phi", seed=5), completions(4), completions(4, seed=3), **options)
 
 
 @pytest.mark.parametrize(
@@ -71,20 +65,15 @@ def fixed(step, steps):
 def test_the_loss_of_each_step_is_that_of_a_run_with_its_values():
     trainer = make(schedules=SCHEDULES, max_steps=4, eval_strategy="steps", eval_steps=2)
     first = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
+    losses = logged(trained(trainer))
     for step in (1, 3):
-        alone = make(max_steps=1, **fixed(step, 4))
-        alone.train()
-        assert logs[step]["loss"] == pytest.approx(alone.state.log_history[0]["loss"], rel=1e-5), step
-    losses = [log["loss"] for log in logs]
+        assert losses[step] == pytest.approx(logged(trained(make(max_steps=1, **fixed(step, 4))))[0], rel=1e-5), step
     assert min(abs(a - b) for i, a in enumerate(losses) for b in losses[:i]) > 1e-3  # steps are told apart
     plan = trainer.args.loss_plan()
-    assert [log["schedule/beta"] for log in logs] == [plan.at(step, 4)["beta"] for step in range(4)]
+    assert logged(trainer, "schedule/beta") == [plan.at(step, 4)["beta"] for step in range(4)]
     # Evaluations have the final values at all times.
     end = make(**fixed(4, 4)).evaluate()["eval_loss"]
-    evaluated = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
-    assert [first, *evaluated] == pytest.approx([end] * 3, rel=1e-5) and abs(end - losses[0]) > 1e-2
+    assert [first, *logged(trainer, "eval_loss")] == pytest.approx([end] * 3, rel=1e-5) and abs(end - losses[0]) > 1e-2
     assert not any(name.startswith("eval_schedule") for log in trainer.state.log_history for name in log)
 
 
@@ -97,20 +86,11 @@ def test_a_schedule_leaves_what_distil_changes_alone():
 
 
 def test_lmbda_is_set_for_the_step_whose_batches_are_made_next():
-    args = SimpleNamespace(torch_compile=False, max_grad_norm=0.0)
-    set_to = []
-    trainer = SimpleNamespace(args=args, distil=lambda **changes: set_to.append(changes))
-    progress = LossState(trainer, plan_of({"lmbda": 0.0, "schedules": {"lmbda": {"to": 1.0}}}))  # pyright: ignore
-    state = SimpleNamespace(global_step=0, max_steps=4)
-    progress.on_train_begin(args, state, None)
-    seen = [trainer.lmbda]
-    for step in range(3):
-        progress.on_step_begin(args, state, None)
-        assert progress.logged == {"schedule/lmbda": step / 4}
-        state.global_step += 1
-        progress.on_step_end(args, state, None)
-        seen.append(trainer.lmbda)
-    assert seen == [0.0, 0.25, 0.5, 0.75] and not set_to
+    trainer = make(schedules={"lmbda": {"from": 0.0, "to": 1.0}}, max_steps=4, max_completion_length=4, losses=None)
+    seen, batches = [], trainer.get_batch_samples
+    trainer.get_batch_samples = lambda *args: seen.append(trainer.lmbda) or batches(*args)
+    trainer.train()
+    assert seen[:4] == logged(trainer, "schedule/lmbda") == [0.0, 0.25, 0.5, 0.75]
 
 
 def share_by_hand(losses, taid, steps):
@@ -144,14 +124,12 @@ def test_taid_in_a_training_follows_its_loss():
     taid = {"start": 0.2, "alpha": 0.9, "beta": 0.3}
     trainer = make(losses=None, beta=0.0, taid=taid, max_steps=6, learning_rate=3e-3, gradient_accumulation_steps=2,
                    per_device_train_batch_size=2)  # fmt: skip
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    want = share_by_hand([log["kd_loss"] for log in logs], Taid(0.2, alpha=0.9, beta=0.3), 6)
-    assert [log["schedule/teacher_share"] for log in logs] == pytest.approx(want, rel=1e-6)
-    assert logs[0]["kd_loss"] < 0.5 * logs[0]["forward_kl"]  # held against a mixture, measured against the teacher
+    losses = logged(trained(trainer), "kd_loss")
+    want = share_by_hand(losses, Taid(0.2, alpha=0.9, beta=0.3), 6)
+    assert logged(trainer, "schedule/teacher_share") == pytest.approx(want, rel=1e-6)
+    assert losses[0] < 0.5 * logged(trainer, "forward_kl")[0]  # held against a mixture, measured against the teacher
     assert trainer.fused.eval_options.distillation.teacher_share == 1.0
-    trainer.train()  # anew
-    assert [log["schedule/teacher_share"] for log in trainer.state.log_history if "loss" in log][0] == 0.2
+    assert logged(trained(trainer), "schedule/teacher_share")[0] == 0.2  # from the start
 
 
 def test_a_loss_that_is_not_finite_leaves_the_share_as_it_is():

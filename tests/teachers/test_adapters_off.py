@@ -6,9 +6,9 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from quick_cases import slow_but
-from splits import capture_gradients
-from tiny import completions, masked_batch, texts, tiny_model, tiny_tokenizer, train_args
+from tiny import assert_same_gradients, completions, masked_batch, tiny_model
 from torch import nn
+from trainings import distill, measured, sft, step
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError
@@ -40,34 +40,24 @@ def student(case="lora", config=None):
     return model.train()
 
 
-def make(model, teacher=None, data=None, **options):
+def make(model, teacher="self", data=None, **options):
     options = {"losses": LOSSES, "beta": 0.3, "temperature": 2.0, "max_steps": 1, "optim": "sgd", **options}
-    args = train_args(LigerDistillConfig, teacher="self" if teacher is None else "model", **options)
-    return LigerDistillTrainer(
-        model, args=args, teacher_model=teacher, train_dataset=data or completions(4), eval_dataset=completions(3, 5),
-        processing_class=tiny_tokenizer(),
-    )  # fmt: skip
+    return distill(model, teacher, data or completions(4), completions(3, 5), **options)
 
 
-def step(trainer, evaluate=True):
-    evaluated = trainer.evaluate() if evaluate else {}
-    gradients = capture_gradients(trainer)
+def seeded_step(trainer):
     torch.manual_seed(7)  # dropout
-    trainer.train()
-    timed = ("runtime", "per_second", "preparation_time")
-    logs = {**evaluated, **trainer.state.log_history[-2]}
-    return {name: value for name, value in logs.items() if not name.endswith(timed)}, gradients
+    return step(trainer)
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, "dropout", "lm_head, tied"))
 def test_it_equals_a_copy_of_the_base(case):
-    logs, gradients = step(make(student(case)))
-    want_logs, want = step(make(student(case), teacher=tiny_model(CASES[case][0])))
+    trainer, other = make(student(case)), make(student(case), tiny_model(CASES[case][0]))
+    assert measured(trainer.evaluate()) == pytest.approx(measured(other.evaluate()), rel=1e-5)
+    (logs, gradients), (want_logs, want) = seeded_step(trainer), seeded_step(other)
     assert want_logs["forward_kl"] > 1e-3  # the adapters matter
     assert logs == pytest.approx(want_logs, rel=1e-5)
-    assert gradients.keys() == want.keys() and any(g.norm() > 1e-3 for g in want.values())
-    for name, gradient in want.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    assert_same_gradients(gradients, want, 1e-4)
 
 
 @pytest.mark.parametrize("options", [
@@ -77,8 +67,8 @@ def test_it_equals_a_copy_of_the_base(case):
     {"bf16": True},
 ], ids=["checkpointing", "reentrant", "packing", "bf16"])  # fmt: skip
 def test_options_of_the_trainer(options):
-    logs, gradients = step(make(student("dropout"), **options), evaluate=False)
-    want_logs, want = step(make(student("dropout"), teacher=tiny_model(), **options), evaluate=False)
+    logs, gradients = seeded_step(make(student("dropout"), **options))
+    want_logs, want = seeded_step(make(student("dropout"), tiny_model(), **options))
     rel = 2e-2 if "bf16" in options else 1e-5
     assert logs == pytest.approx(want_logs, rel=rel)
     for name, gradient in want.items():
@@ -147,8 +137,8 @@ def test_another_tuner_of_layers():
     config = IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
     )
-    logs, _ = step(make(student(config=config)), evaluate=False)
-    want_logs, _ = step(make(student(config=config), teacher=tiny_model("qwen3")), evaluate=False)
+    logs, _ = step(make(student(config=config)))
+    want_logs, _ = step(make(student(config=config), tiny_model("qwen3")))
     assert logs == pytest.approx(want_logs, rel=1e-5) and want_logs["forward_kl"] > 1e-3
 
 
@@ -169,11 +159,8 @@ def test_students_that_cannot_teach_themselves(model, message):
 
 
 def test_a_model_beside_it_is_refused():
-    args = train_args(LigerDistillConfig, teacher="self")
     with pytest.raises(ConfigError, match="teacher='self' takes no model"):
-        LigerDistillTrainer(
-            student(), teacher_model=tiny_model(), args=args, train_dataset=texts(4), processing_class=tiny_tokenizer()
-        )
+        sft(student(), cls=LigerDistillTrainer, config=LigerDistillConfig, teacher="self", teacher_model=tiny_model())
 
 
 def test_students_of_fsdp1_are_refused():

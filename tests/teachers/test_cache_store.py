@@ -88,39 +88,42 @@ def test_checkpoints_and_the_end_wait_for_the_check(cache, tmp_path, monkeypatch
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
-def truncated(cache):
-    file = cache / "shard-00002.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def rewrite_index(cache, change):
+def rewritten(change):
     """Change the content of the index and give it the checksum of the new one."""
-    content = json.loads((cache / INDEX).read_text())
-    del content["sha256"]
-    change(content)
-    checksum = sha256(json.dumps(content, sort_keys=True).encode())
-    (cache / INDEX).write_text(json.dumps({**content, "sha256": checksum}))
+
+    def rewrite(cache):
+        content = json.loads((cache / INDEX).read_text())
+        del content["sha256"]
+        change(content)
+        checksum = sha256(json.dumps(content, sort_keys=True).encode())
+        (cache / INDEX).write_text(json.dumps({**content, "sha256": checksum}))
+
+    return rewrite
+
+
+def edited(name, change):
+    return lambda cache: (cache / name).write_bytes(change((cache / name).read_bytes()))
 
 
 DAMAGES = {
-    "truncated": (truncated, "shard-00002.safetensors has .* bytes, and should have"),
+    "truncated": (edited("shard-00002.safetensors", lambda x: x[:-1]), "shard-00002.safetensors has .* bytes, and sho"),
     "missing": (lambda cache: (cache / "shard-00003.safetensors").unlink(), "shard-00003.safetensors is missing"),
     "path": (
-        lambda cache: rewrite_index(
-            cache, lambda content: content["shards"][0].update(name="../x/shard-00000.safetensors")
-        ),
+        rewritten(lambda content: content["shards"][0].update(name="../x/shard-00000.safetensors")),
         r"(?s)is not an index of a teacher cache: .*shards.0.name",
     ),
     "version": (
-        lambda cache: rewrite_index(cache, lambda content: content.update(version=2)),
+        rewritten(lambda content: content.update(version=2)),
         "has version 2 of the format; this liger-trainer reads version 1",
     ),
-    "index cut": (lambda cache: (cache / INDEX).write_text((cache / INDEX).read_text()[:200]), "cannot be read"),
-    "index changed": (
-        lambda cache: (cache / INDEX).write_text((cache / INDEX).read_text().replace('"entries": 8', '"entries": 9')),
-        "does not have the checksum",
+    "index cut": (edited(INDEX, lambda x: x[:200]), "cannot be read"),
+    "index changed": (edited(INDEX, lambda x: x.replace(b'"entries": 8', b'"entries": 9')), "does not have the checks"),
+    "index of nothing": (edited(INDEX, lambda _: b"[]"), "cannot be read"),
+    # what cannot be read is an error of the cache, not a stack trace, where nobody verifies it
+    "a bit of a header": (
+        lambda cache: flip(cache / "shard-00000.safetensors", 3, 7),
+        "shard-00000.safetensors cannot",
     ),
-    "index of nothing": (lambda cache: (cache / INDEX).write_text("[]"), "cannot be read"),
 }
 
 
@@ -133,15 +136,8 @@ def test_damage_is_named_with_exit_code_6(cache, capsys, damage):
     assert end_of(capsys, "cache", "verify", str(cache))[0] == 6
 
 
-def test_a_bit_of_the_header_that_nobody_verified(cache):
-    """Without `verify`, what cannot be read is still an error of the cache, not a stack trace."""
-    flip(cache / "shard-00000.safetensors", 3, 7)
-    with pytest.raises(CorruptError, match="shard-00000.safetensors cannot be read"):
-        TeacherCache(cache)
-
-
 def test_a_cache_from_before_there_were_draws_from_the_rest(cache):
-    rewrite_index(cache, lambda content: content["settings"].pop("tail_draws"))
+    rewritten(lambda content: content["settings"].pop("tail_draws"))(cache)
     assert TeacherCache(cache, verify=True).format.tail == "bucket"
 
 
@@ -197,11 +193,10 @@ def replaced(file):
     changed_in_place(file)
 
 
-def emptied(file):
-    file.write_bytes(b"")
-
-
-CHANGES = {"in place": changed_in_place, "replaced": replaced, "emptied": emptied, "removed": lambda f: f.unlink()}
+CHANGES = {
+    "in place": changed_in_place, "replaced": replaced, "emptied": lambda file: file.write_bytes(b""),
+    "removed": lambda file: file.unlink(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)

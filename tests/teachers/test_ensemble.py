@@ -6,7 +6,6 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from splits import capture_gradients
 from tiny import (
     VOCAB,
     WORDS,
@@ -18,11 +17,11 @@ from tiny import (
     tiny_tokenizer,
     train_args,
 )
+from trainings import a_teacher, sft, step, supervised_logits, trained
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.trainers.metrics import TokenMetrics
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 LOSSES = [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.3}]
@@ -32,7 +31,7 @@ WEIGHTS = {"math": 0.7, "code": 0.2, "prose": 1.5}
 
 def teachers():
     return {
-        "math": tiny_model("gemma2", seed=5, hidden_size=48),
+        "math": a_teacher(),
         "code": tiny_model("llama", seed=6),
         "prose": tiny_model("phi", seed=7, vocab_size=VOCAB + 8),
     }
@@ -51,16 +50,8 @@ def make(models, data, eval_data=None, student=None, **options):
     options = {"losses": LOSSES, "beta": BETA, "temperature": TEMPERATURE, "max_steps": 1, "optim": "sgd",
                "per_device_train_batch_size": 8, "per_device_eval_batch_size": 3, "learning_rate": 0.0,
                "shuffle_dataset": False, **options}  # fmt: skip
-    return LigerDistillTrainer(
-        student or tiny_model(), teacher_model=models, args=train_args(LigerDistillConfig, **options),
-        train_dataset=data, eval_dataset=eval_data, processing_class=tiny_tokenizer(),
-    )  # fmt: skip
-
-
-def step(trainer):
-    gradients = capture_gradients(trainer)
-    trainer.train()
-    return trainer.state.log_history[0], gradients
+    how = {"cls": LigerDistillTrainer, "config": LigerDistillConfig, "teacher_model": models}
+    return sft(student, data, eval_data, **how, **options)
 
 
 def by_hand(models, data, of_row):
@@ -69,20 +60,18 @@ def by_hand(models, data, of_row):
     models = {name: double_copy(model) for name, model in models.items()}
     prepared = make(tiny_model(seed=5), data).train_dataset
     total, tokens, sums, counts = 0.0, 0, dict.fromkeys(models, 0.0), dict.fromkeys(models, 0)
-    for row, ids_and_labels in zip(data, prepared, strict=True):
-        ids, labels = (torch.tensor([ids_and_labels[name]]) for name in ("input_ids", "labels"))
-        targets = shift_labels_of(labels)[0]
-        keep = targets != -100
-        s = student(input_ids=ids).logits[0, keep]
-        total = total - 0.3 * s.log_softmax(-1).gather(-1, targets[keep, None]).sum()
-        tokens += int(keep.sum())
-        for name, weight in of_row(row).items():
-            t = models[name](input_ids=ids).logits[0, keep, :VOCAB].detach()
+    for row, tokens_of_row in zip(data, prepared, strict=True):
+        weights = of_row(row)
+        s, *answers, targets = supervised_logits((student, *(models[name] for name in weights)), tokens_of_row)
+        total = total - 0.3 * s.log_softmax(-1).gather(-1, targets[:, None]).sum()
+        tokens += len(targets)
+        for (name, weight), t in zip(weights.items(), answers, strict=True):
+            t = t[:, :VOCAB].detach()
             divergence = divergence_by_hand(s, t, "forward_kl", TEMPERATURE)
             divergence = divergence + 0.5 * divergence_by_hand(s, t, "jsd", TEMPERATURE, BETA)
             total = total + weight * TEMPERATURE**2 * divergence.sum()
             sums[name] += float(divergence_by_hand(s, t, "forward_kl", 1.0).sum())
-            counts[name] += int(keep.sum())
+            counts[name] += len(targets)
     (total / tokens).backward()
     gradients = {name: parameter.grad for name, parameter in student.named_parameters()}
     kls = {name: sums[name] / counts[name] for name in models if counts[name]}
@@ -125,12 +114,12 @@ def test_routed(options):
 
 
 def test_one_teacher_among_several_is_that_teacher():
-    """The weights of several equal teachers add up; one alone is as without a list. All logs agree."""
+    """The weights of several equal teachers add up; a single one is as without a list. All logs agree."""
     model, data = teachers()["math"], completions(6)
     want, want_gradients = step(make(model, data))
     for weights in ({"a": 1.0}, {"a": 0.75, "b": 0.25}):
         logs, gradients = step(make({name: model for name in weights}, data, teachers=entries(weights)))
-        for name in set(want) - {"epoch", "step"}:
+        for name in want:
             assert logs[name] == pytest.approx(want[name], rel=2e-5), name
         assert_same(gradients, {name: g.double() for name, g in want_gradients.items()}, rtol=1e-3)
 
@@ -142,9 +131,8 @@ def test_micro_batches_and_evaluation():
                                               "gradient_accumulation_steps": 4,
                                               "per_device_eval_batch_size": 8})  # fmt: skip
     evaluated = trainer.evaluate()
-    assert evaluated["eval_loss"] == pytest.approx(
-        evaluated["eval_kd_loss"] + 0.3 * evaluated["eval_ce_loss"], rel=1e-5
-    )
+    of_parts = evaluated["eval_kd_loss"] + 0.3 * evaluated["eval_ce_loss"]
+    assert evaluated["eval_loss"] == pytest.approx(of_parts, rel=1e-5)
     logs, gradients = step(trainer)
     assert_same(gradients, {name: g.double() for name, g in want.items()})
     names = [name for name in whole if "/" in name or name in ("kd_loss", "ce_loss", "forward_kl", "teacher_entropy")]
@@ -161,10 +149,9 @@ def test_a_teacher_with_nothing_to_teach_does_not_run():
     ran = []
     for name, model in trainer.teaching.models.items():
         model.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
-    trainer.train()
+    log = trained(trainer).state.log_history[0]
     assert ran == data["domain"][:3]
-    assert "math/forward_kl" not in trainer.state.log_history[0]
-    assert trainer.state.log_history[0]["math/share"] == 0.0
+    assert "math/forward_kl" not in log and log["math/share"] == 0.0
 
 
 def test_routes_of_their_own():
@@ -249,7 +236,7 @@ def sampled_by_hand(seen, domain_of):
 
 @pytest.mark.parametrize("alone", [False, True], ids=["completions", "prompts alone"])
 def test_routed_on_policy(alone):
-    """A row keeps its teacher when the student completes it anew, in training and in evaluation."""
+    """A row keeps its teacher when the student completes it, in training and in evaluation."""
     data, test = rows(16), rows(6, seed=9)
     if alone:
         data, test = data.remove_columns("completion"), test.remove_columns("completion")
@@ -284,49 +271,62 @@ def test_routed_on_policy_half_of_the_time():
     options = {**ON_POLICY, "lmbda": 0.5}
     trainer = make(teachers(), rows(32), per_device_train_batch_size=4, gradient_accumulation_steps=8, **options)
     logs, _ = step(trainer)
-    assert (
-        0 < logs["on_policy_share"] < 1 and {"on_policy/math/forward_kl", "off_policy/code/forward_kl"} <= logs.keys()
-    )
+    assert 0 < logs["on_policy_share"] < 1
+    assert {"on_policy/math/forward_kl", "off_policy/code/forward_kl"} <= logs.keys()
 
 
-def test_routed_prompts_that_are_refused():
-    prompts = rows(8).remove_columns("completion")
-    with pytest.raises(DataError, match="Row 1 of the train dataset has 'law' .* Known: math, code, prose"):
-        wrong = prompts.remove_columns("domain").add_column("domain", ["math", "law", *["code"] * 6])
-        make(teachers(), wrong, **ON_POLICY)
-    with pytest.raises(DataError, match="train dataset has no column 'domain'"):
-        make(teachers(), prompts.remove_columns("domain"), **ON_POLICY)
-    with pytest.raises(ConfigError, match="teacher_column needs rows that the trainer prepares"):
-        make(teachers(), prompts.to_iterable_dataset(), **ON_POLICY)
-    trainer = make(teachers(), prompts, **ON_POLICY)
-    with pytest.raises(DataError, match="is of no dataset that the trainer prepared"):
-        trainer.data_collator([{"input_ids": [1, 2, 3], "labels": [-100] * 3}])
+def with_domains(*domains, seed=0):
+    return completions(len(domains), seed).add_column("domain", list(domains))
 
 
-def test_means_over_kinds():
-    metrics = TokenMetrics()
-    for kl, share in ((6.0, 3.0), (2.0, 1.0)):
-        sums = {"kl": kl, "a/kl": kl, "a/share": share, "b/kl": 0.0, "b/share": 0.0, "c/kl": kl}
-        metrics.add({name: torch.tensor(x).double() for name, x in sums.items()}, torch.tensor(8.0).double())
-    assert metrics.flush() == {"kl": 0.5, "a/kl": 2.0, "a/share": 0.25, "b/share": 0.0, "c/kl": 0.5}
+ROUTED = {"teachers": entries(), "teacher_column": "domain"}
+TWICE = [{"prompt": "w1 w2", "completion": " w3", "domain": name} for name in ("math", "code")]
+LAW = "Row {} of the train dataset has 'law' .* Known: math, code, prose"
+NO_COLUMN, PREPARED = "train dataset has no column 'domain'", "teacher_column needs rows that the trainer prepares"
+REFUSED = {
+    "another domain": (lambda: with_domains("math", "code", "law", "math"), {}, DataError, LAW.format(2)),
+    "no column": (lambda: completions(4), {}, DataError, f"{NO_COLUMN}.*prompt"),
+    "a row twice": (
+        lambda: Dataset.from_list(TWICE), {}, DataError,
+        "Row 1 of the train dataset.* stands in the data twice.*code, the other by math",
+    ),
+    "another domain of prompts": (
+        lambda: with_domains("math", "law", *["code"] * 6).remove_columns("completion"), ON_POLICY, DataError,
+        LAW.format(1),
+    ),
+    "prompts without": (
+        lambda: rows(8).select_columns("prompt"), ON_POLICY, DataError, NO_COLUMN,
+    ),
+    "streamed prompts": (
+        lambda: rows(8).remove_columns("completion").to_iterable_dataset(), ON_POLICY, ConfigError, PREPARED,
+    ),
+    "a stream": (lambda: rows().to_iterable_dataset(), {}, ConfigError, PREPARED),
+    "prepared": (
+        lambda: make(teachers(), rows(), teachers=entries()).train_dataset,
+        {"dataset_kwargs": {"skip_prepare_dataset": True}}, ConfigError, PREPARED,
+    ),
+}  # fmt: skip
 
 
-def test_rows_that_are_refused():
-    column = {"teachers": entries(), "teacher_column": "domain"}
-    with pytest.raises(DataError, match="Row 2 of the train dataset has 'law' .* Known: math, code, prose"):
-        make(teachers(), completions(4).add_column("domain", ["math", "code", "law", "math"]), **column)
+@pytest.mark.parametrize("case", REFUSED)
+def test_rows_that_are_refused(case):
+    data, options, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        make(teachers(), data(), **{**ROUTED, **options})
+    if case in ("a stream", "prepared"):
+        make(teachers(), data(), teachers=entries(), **options)
+
+
+def test_rows_that_come_later_are_refused():
     with pytest.raises(DataError, match="Row 1 of the eval dataset has None in the column 'domain'"):
-        make(teachers(), rows(4), completions(2, seed=9).add_column("domain", ["math", None]), **column)
-    with pytest.raises(DataError, match="train dataset has no column 'domain'.*prompt"):
-        make(teachers(), completions(4), **column)
-    twice = Dataset.from_list([{"prompt": "w1 w2", "completion": " w3", "domain": name} for name in ("math", "code")])
-    with pytest.raises(
-        DataError, match="Row 1 of the train dataset.* stands in the data twice.*code, the other by math"
+        make(teachers(), rows(4), with_domains("math", None, seed=9), **ROUTED)
+    for data, options, labels in (
+        (rows(4), {}, [1, 2, 3]),
+        (rows(8).remove_columns("completion"), ON_POLICY, [-100] * 3),
     ):
-        make(teachers(), twice, **column)
-    trainer = make(teachers(), rows(4), **column)
-    with pytest.raises(DataError, match="is of no dataset that the trainer prepared"):
-        trainer.data_collator([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])
+        trainer = make(teachers(), data, **{**ROUTED, **options})
+        with pytest.raises(DataError, match="is of no dataset that the trainer prepared"):
+            trainer.data_collator([{"input_ids": [1, 2, 3], "labels": labels}])
 
 
 @pytest.mark.parametrize("strategy", ["wrapped", "bfd_split"])
@@ -397,26 +397,21 @@ def test_what_validate_finds(lines, found):
     assert str(error.value).count("my.yaml:") == max(len(found), 1) + (len(found) > 1), str(error.value)
 
 
-def test_rows_that_cannot_be_read_beforehand_are_refused():
-    prepared = make(teachers(), rows(), teachers=entries()).train_dataset
-    as_they_are = {"dataset_kwargs": {"skip_prepare_dataset": True}}
-    for data, options in ((rows().to_iterable_dataset(), {}), (prepared, as_they_are)):
-        with pytest.raises(ConfigError, match="teacher_column needs rows that the trainer prepares"):
-            make(teachers(), data, teachers=entries(), teacher_column="domain", **options)
-        make(teachers(), data, teachers=entries(), **options)
+MISMATCHED = {
+    "too few": (lambda: {"math": tiny_model()}, {"teachers": entries()},
+                "teachers: code needs teacher_model_name_or_path, or a model of that name"),
+    "too many": (lambda: {**teachers(), "law": tiny_model()}, {"teachers": entries()},
+                 "has a teacher 'law', and args.teachers has models for math, code, prose"),
+    "no names": (tiny_model, {"teachers": entries()}, "pass teacher_model as a dictionary"),
+    "uld": (teachers, {"losses": [{"type": "uld"}]}, "uld has one teacher"),
+    "hidden states": (teachers, {"losses": [{"type": "forward_kl"}, {"type": "hidden_mse"}]},
+                      "Hidden-state losses need one teacher"),
+    "a column for one": (tiny_model, {"teacher_column": "domain"}, "teacher_column chooses among several teachers"),
+}  # fmt: skip
 
 
-def test_models_and_names_that_do_not_match():
-    data = completions(4)
-    with pytest.raises(ConfigError, match="teachers: code needs teacher_model_name_or_path, or a model of that name"):
-        make({"math": tiny_model()}, data, teachers=entries())
-    with pytest.raises(ConfigError, match="has a teacher 'law', and args.teachers has models for math, code, prose"):
-        make({**teachers(), "law": tiny_model()}, data, teachers=entries())
-    with pytest.raises(ConfigError, match="pass teacher_model as a dictionary"):
-        make(tiny_model(), data, teachers=entries())
-    with pytest.raises(ConfigError, match="uld has one teacher"):
-        make(teachers(), data, losses=[{"type": "uld"}])
-    with pytest.raises(ConfigError, match="Hidden-state losses need one teacher"):
-        make(teachers(), data, losses=[{"type": "forward_kl"}, {"type": "hidden_mse"}])
-    with pytest.raises(ConfigError, match="teacher_column chooses among several teachers"):
-        make(tiny_model(), data, teacher_column="domain")
+@pytest.mark.parametrize("case", MISMATCHED)
+def test_models_and_names_that_do_not_match(case):
+    models, options, message = MISMATCHED[case]
+    with pytest.raises(ConfigError, match=message):
+        make(models(), completions(4), **options)

@@ -9,9 +9,10 @@ import torch
 from accelerate import dispatch_model
 from caches import captured, end_of, files_of, flip, teacher_model, trainer_of
 from caches import config as cache_config
+from peft import LoraConfig, get_peft_model
 from quick_cases import slow_but
-from splits import capture_gradients
 from tiny import VOCAB, chats, completions, largest_vocabulary_tensor, texts, tiny_model, tiny_tokenizer
+from trainings import a_teacher, assert_same_step, step
 
 from liger_trainer.errors import ConfigError, CorruptError, LigerTrainerError
 from liger_trainer.patching.packing.document_mask import padded_on_the_right
@@ -39,39 +40,6 @@ def live_args(options):
     return cache_config(None, **{**options, "teacher": "model", "cache_kind": "topk", "cache_tail_draws": None})
 
 
-def one_step(trainer):
-    gradients = capture_gradients(trainer)
-    trainer.train()
-    return trainer.state.log_history[0], gradients
-
-
-def assert_same_step(cached, live, tolerance=1e-6):
-    (logs, got), (truth, expected) = one_step(cached), one_step(live)
-    names = {name for name in truth if "runtime" not in name and "second" not in name}
-    assert names <= logs.keys()
-    for name in names:
-        assert logs[name] == pytest.approx(truth[name], rel=tolerance, abs=tolerance), name
-    total = torch.stack([g.norm() for g in expected.values()]).norm()
-    assert total > 1e-3
-    for name, gradient in expected.items():
-        assert (got[name] - gradient).norm() <= tolerance * total, name
-
-
-EVERY = [{"type": name, "weight": weight} for name, weight in (("forward_kl", 0.7), ("reverse_kl", 0.3), ("ce", 0.4))]
-LOSSES = {
-    "forward KL": {},
-    "reverse KL": {"beta": 1.0, "kd_temperature": 3.0},
-    "JSD": {"beta": 0.3, "label_smoothing_factor": 0.0},
-    "mix": {"losses": EVERY, "kd_temperature": 2.0, "label_smoothing_factor": 0.1},
-    "skewed, total variation": {
-        "losses": [{"type": "skew_kl"}, {"type": "skew_reverse_kl"}, {"type": "tvd"}],
-        "temperature": 0.7,
-    },
-    "TAID": {"taid": {"start": 0.4}, "losses": [{"type": "symmetric_kl"}]},
-    "schedules": {"schedules": {"temperature": {"from": 4.0, "to": 1.0}, "forward_kl_weight": {"to": 0.0}}},
-}
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A cache of several shards in fp32, and the teacher it is of."""
@@ -81,20 +49,6 @@ def whole(tmp_path_factory):
     patch.undo()
     assert len(read_index(folder / "c").shards) > 3
     return folder
-
-
-@pytest.mark.parametrize("losses", slow_but(LOSSES, "forward KL", "mix", "TAID"))
-def test_every_loss_is_the_live_teachers(whole, losses):
-    """One capture serves all losses and temperatures, in training and evaluation."""
-    options, test = {**LOSSES[losses], **STEP}, completions(6, seed=4)
-    cached = trainer_of(config(whole / "c", **options), test=test)
-    live = trainer_of(live_args(options), test=test, teacher=teacher_model())
-    assert cached.teacher is None
-    evaluated, expected = cached.evaluate(), live.evaluate()
-    assert {"eval_reverse_kl", "eval_jsd", "eval_teacher_entropy"} <= evaluated.keys()
-    for name in (name for name in expected if "second" not in name and "time" not in name):
-        assert evaluated[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-6), name
-    assert_same_step(cached, live)
 
 
 FORMS = {
@@ -185,7 +139,7 @@ def test_a_cache_of_bf16_teaches_a_run_in_fp32(tmp_path):
     args = hidden_cache(tmp_path / "c", teacher=copy.deepcopy(teacher), **STEP)
     assert TeacherCache(tmp_path / "c").format.dtype == "bfloat16"
     live, cached = trainer_of(live_args(STEP), teacher=teacher), trainer_of(args)
-    got, truth = (one_step(trainer)[0]["forward_kl"] for trainer in (cached, live))
+    got, truth = (step(trainer)[0]["forward_kl"] for trainer in (cached, live))
     assert got == pytest.approx(truth, abs=1e-5)
 
 
@@ -193,7 +147,7 @@ def test_logits_are_never_stored(tmp_path, monkeypatch):
     with largest_vocabulary_tensor(monkeypatch, 3) as seen:
         args = hidden_cache(tmp_path / "c", **STEP)
         assert seen.rows <= 3  # of a whole batch there are more
-        one_step(trainer_of(args))
+        step(trainer_of(args))
     assert 0 < seen.rows <= 3
 
 
@@ -214,10 +168,7 @@ def test_the_head_of_a_spread_model_is_read_and_one_that_is_more_refused(tmp_pat
     other.set_output_embeddings(Scaled(32, VOCAB, bias=False))
     with pytest.raises(ConfigError, match="as one matrix, and its output head is a Scaled"):
         hidden_cache(tmp_path / "c", teacher=other)
-    adapted = tiny_model(seed=3)
-    from peft import LoraConfig, get_peft_model
-
-    wrapped = get_peft_model(adapted, LoraConfig(target_modules=["lm_head"], r=2))
+    wrapped = get_peft_model(tiny_model(seed=3), LoraConfig(target_modules=["lm_head"], r=2))
     with pytest.raises(ConfigError, match="adapters are on its output head. Merge"):
         hidden_cache(tmp_path / "d", teacher=wrapped)
 
@@ -326,7 +277,7 @@ def test_a_run_of_another_kind_is_refused(whole, tmp_path):
     with pytest.raises(ConfigError, match="with max_length 1024, and this run has 512"):
         trainer_of(config(whole / "c", max_length=512))
     with pytest.raises(ConfigError, match="from another teacher"):
-        trainer_of(config(whole / "c"), teacher=tiny_model("gemma2", seed=6, hidden_size=48))
+        trainer_of(config(whole / "c"), teacher=a_teacher(seed=6))
     trainer_of(config(whole / "c", temperature=7.0), teacher=teacher_model())
 
 

@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
-from splits import capture_gradients
+from caches import captured
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
+from trainings import a_teacher, assert_same_step, distill, logged, step, trained
 from trl import SFTConfig
 
-from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
+from liger_trainer import DistillationCallback, LigerDistillConfig
 from liger_trainer.errors import ConfigError
 from liger_trainer.kernels.types import Lora
 from liger_trainer.losses.deferred_logits import DeferredLogits, Forward
@@ -16,7 +17,6 @@ from liger_trainer.losses.model_parts import Head
 from liger_trainer.run.samples import Prompt, complete
 from liger_trainer.teachers.cache.store import TeacherCache
 from liger_trainer.teachers.placement import Carrier, check_processes
-from liger_trainer.trainers.capture import capture
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 LOSSES = [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.3}]
@@ -30,16 +30,7 @@ def directory(request, tmp_path):
 
 def make(teacher, **options):
     options = {"losses": LOSSES, "beta": 0.3, "max_steps": 1, "optim": "sgd", **options}
-    return LigerDistillTrainer(
-        tiny_model(), teacher_model=teacher, args=train_args(LigerDistillConfig, **options),
-        train_dataset=completions(4), processing_class=tiny_tokenizer(),
-    )  # fmt: skip
-
-
-def step(trainer):
-    gradients = capture_gradients(trainer)
-    trainer.train()
-    return trainer.state.log_history[0], gradients
+    return distill(None, teacher, completions(4), **options)
 
 
 @pytest.mark.parametrize(
@@ -53,13 +44,8 @@ def test_it_equals_the_teacher_beside_the_student(directory, options):
     assert ("meta" in streamed) == ("teacher_offload" in options)
     head = trainer.teacher.get_output_embeddings().weight
     assert head.device.type == "cpu" and head.abs().sum() > 0
-    logs, gradients = step(trainer)
-    want_logs, want = step(make(directory))
+    assert_same_step(trainer, make(directory))
     assert [p.device.type for p in trainer.teacher.parameters()] == streamed
-    for name in set(want_logs) - {"epoch", "step"}:
-        assert logs[name] == pytest.approx(want_logs[name], rel=1e-5), name
-    for name, gradient in want.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("directory", ["mixtral"], indirect=True)
@@ -70,34 +56,23 @@ def test_a_streamed_teacher_generates(directory):
     assert got == want and any(got)
 
 
-def test_a_streamed_teacher_writes_completions(tmp_path):
-    tiny_model("gemma2", seed=5, hidden_size=48).save_pretrained(tmp_path)
+@pytest.mark.parametrize("directory", ["gemma2"], indirect=True)
+def test_a_streamed_teacher_writes_completions_and_is_captured(directory, tmp_path):
     options = {"seq_kd": True, "max_completion_length": 4}
-    logs, want = (step(make(str(tmp_path), **placed, **options))[0] for placed in ({"teacher_offload": True}, {}))
+    logs, want = (step(make(directory, **placed, **options))[0] for placed in ({"teacher_offload": True}, {}))
     assert logs["completion_length"] > 0 and logs["loss"] == pytest.approx(want["loss"], rel=1e-5)
-
-
-def test_a_streamed_teacher_is_captured(tmp_path):
-    tiny_model("gemma2", seed=5, hidden_size=48).save_pretrained(tmp_path / "teacher")
-    folders = []
+    shards = []
     for offload in (False, True):
-        folders.append(tmp_path / f"cache-{offload}")
-        args = train_args(
-            LigerDistillConfig, teacher="cache", teacher_cache_dir=str(folders[-1]), teacher_offload=offload
-        )
-        capture(str(tmp_path / "teacher"), args, tiny_tokenizer(), completions(4), None)
-    shards = [[shard.sha256 for shard in TeacherCache(folder).index.shards] for folder in folders]
+        folder = tmp_path / f"cache-{offload}"
+        captured(folder, completions(4), teacher=directory, teacher_offload=offload)
+        shards.append([shard.sha256 for shard in TeacherCache(folder).index.shards])
     assert shards[0] == shards[1]
 
 
 @pytest.mark.parametrize("directory", ["llama_tied"], indirect=True)
 def test_the_dtype(directory):
-    for options, dtype in (
-        ({}, torch.float32),
-        ({"teacher_dtype": "bfloat16"}, torch.bfloat16),
-        ({"teacher_dtype": "auto"}, torch.float32),
-    ):
-        assert make(directory, **options).teacher.dtype == dtype
+    dtypes = {None: torch.float32, "bfloat16": torch.bfloat16, "auto": torch.float32}
+    assert {name: make(directory, teacher_dtype=name).teacher.dtype for name in dtypes} == dtypes
 
 
 @pytest.mark.parametrize("bits, bf16", [(4, False), (4, True), (8, True)])
@@ -143,13 +118,12 @@ def test_what_is_carried_to_another_device():
 
 @pytest.mark.gpu
 def test_a_teacher_on_the_cpu_and_a_student_on_the_gpu(tmp_path):
-    tiny_model("gemma2", seed=5, hidden_size=48).save_pretrained(tmp_path)
+    a_teacher().save_pretrained(tmp_path)
     logs = []
     for options in ({}, {"teacher_device": "cpu"}, {"teacher_offload": True}):
-        trainer = make(str(tmp_path), use_cpu=False, **options)
-        trainer.train()
+        trainer = trained(make(str(tmp_path), use_cpu=False, **options))
         assert next(trainer.model.parameters()).is_cuda
-        logs.append(trainer.state.log_history[0]["loss"])
+        logs += logged(trainer)
     assert logs[1:] == pytest.approx([logs[0]] * 2, rel=1e-4)
 
 
@@ -183,12 +157,14 @@ def test_settings_that_are_refused(options, message):
 
 
 def test_a_model_that_is_loaded_already():
-    with pytest.raises(ConfigError, match="teacher_offload is about a teacher that is loaded by its name"):
-        make(tiny_model("phi"), teacher_offload=True)
-    with pytest.raises(ConfigError, match="teacher_model_init_kwargs is about a teacher that is loaded by its name"):
-        make(tiny_model("phi"), teacher_model_init_kwargs={"dtype": "bfloat16"})
-    with pytest.raises(ConfigError, match="teacher_model_init_kwargs is about a teacher that is loaded by its name"):
-        DistillationCallback(tiny_model("phi"), teacher_model_init_kwargs={"dtype": "bfloat16"})
+    loaded, dtype = tiny_model("phi"), {"teacher_model_init_kwargs": {"dtype": "bfloat16"}}
+    for call, name in (
+        (lambda: make(loaded, teacher_offload=True), "teacher_offload"),
+        (lambda: make(loaded, **dtype), "teacher_model_init_kwargs"),
+        (lambda: DistillationCallback(loaded, **dtype), "teacher_model_init_kwargs"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} is about a teacher that is loaded by its name"):
+            call()
 
 
 @pytest.mark.parametrize("device, gpus", [("cuda:1", 1), ("cpu", 2), (None, 2)])

@@ -61,7 +61,7 @@ def trainer_of(template: str, *, data: list[dict] | None = None, lora: bool = Fa
 
 
 def longer(trainer, ids: list[int], prompt: str, template: str) -> list[int]:
-    """What the teacher reads for a row of the student, by rendering its text anew."""
+    """What the teacher reads for a row of the student, by rendering its text again."""
     tokenizer = trainer.tokenizer
     if template == "plain":
         return tokenizer(prompt + tokenizer.decode(ids))["input_ids"]
@@ -74,7 +74,7 @@ def longer(trainer, ids: list[int], prompt: str, template: str) -> list[int]:
 
 
 def assert_as_by_hand(trainer, teacher, batch: dict, template: str, prompts: list[str]) -> int:
-    """Compare the answer to a batch with the teacher run on each longer row alone; return how many tokens."""
+    """Compare the answer to a batch with the teacher run on each longer row by itself; return how many tokens."""
     labels, lengths = batch["labels"], batch["attention_mask"].sum(1).tolist()
     with torch.no_grad():
         answer = trainer.teaching.answer({k: v for k, v in batch.items() if k != "labels"})

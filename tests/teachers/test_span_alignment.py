@@ -15,20 +15,9 @@ from liger_trainer.extras.cross_tokenizer.text_alignment import runs
 KINDS = {"bpe": bpe, "other bpe": functools.partial(bpe, CODE), "wordpiece": word_piece, "unigram": unigram}
 KEEPS_TEXT = ("bpe", "other bpe", "unigram")
 PIECES = [
-    "the cat",
-    "Don't",
-    "(Yes, I do.)",
-    "naïve",
-    "日本語",
-    "🙂",
-    "👩‍👩‍👧",
-    "\n\n",
-    "  ",
-    "\t",
-    "return x + 1",
-    "w1 w2",
-    "é",
-]
+    "the cat", "Don't", "(Yes, I do.)", "naïve", "日本語", "🙂", "👩‍👩‍👧", "\n\n",
+    "  ", "\t", "return x + 1", "w1 w2", "é",
+]  # fmt: skip
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Which tokens two models share: tokenizers compared by string, padded heads, tokens that one side alone has."""
+"""Which tokens two models share: tokenizers compared by string, padded heads, tokens that only one side has."""
 
 import pytest
 import torch
@@ -6,9 +6,10 @@ from byte_level import CODE, ENGLISH, byte_level, saved
 from datasets import Dataset
 from tiny import VOCAB, completions, tiny_model, tiny_tokenizer, train_args
 from tokenizers import Tokenizer, models
+from trainings import distill, logged, trained
 from transformers import PreTrainedTokenizerFast, Trainer
 
-from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
+from liger_trainer import DistillationCallback, LigerDistillConfig
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.teachers.vocabulary import compare_tokenizers, teacher_tokenizer, tokenizer_of, tokenizer_size
 
@@ -95,12 +96,9 @@ def rows(*ids: list[int]) -> Dataset:
 def test_rows_must_not_use_what_the_student_alone_has():
     found = compare_tokenizers(extended("<a>", "<b>", "<c>"), tiny_tokenizer())
     found.check_rows(rows([1, 2], [63], []), "train")
-    with pytest.raises(DataError) as error:
+    used = "uses 2 tokens that the teacher's tokenizer does not have, 3 times: 64 '<a>', 66 '<c>'."
+    with pytest.raises(DataError, match=f"^The train dataset {used}"):
         found.check_rows(rows([1, 64], [66, 3, 66], [5]), "train")
-    assert (
-        "The train dataset uses 2 tokens that the teacher's tokenizer does not have, 3 times: 64 '<a>', 66 '<c>'."
-        in str(error.value)
-    )
     with pytest.raises(ConfigError, match="whether the train dataset uses them cannot be known, because its rows come"):
         found.check_rows(rows([1]).to_iterable_dataset(), "train")
     compare_tokenizers(tiny_tokenizer(), extended("<a>")).check_rows(rows([1]).to_iterable_dataset(), "train")
@@ -110,17 +108,14 @@ def prepared(*ids):
     return rows(*ids).map(lambda row: {"labels": row["input_ids"]})
 
 
-def make(teacher, tokenizer=None, student=None, data=None, **options) -> LigerDistillTrainer:
-    return LigerDistillTrainer(
-        student or tiny_model(vocab_size=70), teacher_model=teacher, processing_class=tokenizer or tiny_tokenizer(),
-        args=train_args(LigerDistillConfig, max_steps=1, **options), train_dataset=data or completions(8),
-    )  # fmt: skip
+def make(teacher, tokenizer=None, data=None, **options):
+    options = {"processing_class": tokenizer or tiny_tokenizer(), "max_steps": 1, **options}
+    return distill(tiny_model(vocab_size=70), teacher, data or completions(8), **options)
 
 
 def losses(trainer) -> list[float]:
     torch.manual_seed(0)  # the order of the rows
-    trainer.train()
-    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return logged(trained(trainer))
 
 
 def test_padding_and_added_tokens_just_work_and_are_told(tmp_path, capsys):
@@ -139,12 +134,10 @@ def test_padding_and_added_tokens_just_work_and_are_told(tmp_path, capsys):
 
 def test_a_padding_token_that_the_teacher_does_not_have(tmp_path):
     """As of a Llama: the student's padding token was added, and lies beyond the teacher's embeddings."""
-    tokenizer = extended()
+    tokenizer, path = extended(), saved(tmp_path, tiny_tokenizer())
     tokenizer.add_special_tokens({"pad_token": "<new-pad>"})
     assert tokenizer.pad_token_id == VOCAB
-    path = saved(tmp_path, tiny_tokenizer())
-    lengths = {len(row["completion"].split()) for row in completions(8)}
-    assert len(lengths) > 1  # so that there is padding
+    assert len({len(row["completion"].split()) for row in completions(8)}) > 1  # so that there is padding
     trainer = make(path, tokenizer)
     assert trainer.distillation.vocab_size == VOCAB
     assert losses(trainer) == pytest.approx(losses(make(path)), rel=1e-6)
@@ -183,17 +176,15 @@ def test_a_teacher_without_a_tokenizer_is_compared_by_size(tmp_path, capsys):
 
 
 def test_tokens_of_the_student_alone_in_the_rows(tmp_path):
-    path, data = saved(tmp_path, tiny_tokenizer()), completions(8)
-    with pytest.raises(DataError, match="The train dataset uses 1 token that the teacher's .*, 8 times: 64 '<tool>'"):
-        make(path, extended("<tool>"), data=data.map(lambda row: {"prompt": "<tool> " + row["prompt"]}))
-    trainer = make(path, extended("<tool>"), data=data)
-    assert trainer.distillation.vocab_size == VOCAB and torch.isfinite(torch.tensor(losses(trainer))).all()
-
-
-def test_tokens_of_the_student_alone_in_rows_that_are_prepared_already(tmp_path):
-    path, as_they_are = saved(tmp_path, tiny_tokenizer()), {"dataset_kwargs": {"skip_prepare_dataset": True}}
-    with pytest.raises(DataError, match="The train dataset uses 1 token that the teacher's .*, 1 times: 64 '<tool>'"):
-        make(path, extended("<tool>"), data=prepared([1, 64, 2]), **as_they_are)
+    path, data, own = saved(tmp_path, tiny_tokenizer()), completions(8), extended("<tool>")
+    as_they_are = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    used = "The train dataset uses 1 token that the teacher's .*, {} times: 64 '<tool>'"
+    with pytest.raises(DataError, match=used.format(8)):
+        make(path, own, data=data.map(lambda row: {"prompt": "<tool> " + row["prompt"]}))
+    with pytest.raises(DataError, match=used.format(1)):
+        make(path, own, data=prepared([1, 64, 2]), **as_they_are)
     with pytest.raises(ConfigError, match="because its rows come on the way"):
-        make(path, extended("<tool>"), data=prepared([1, 2]).to_iterable_dataset(), **as_they_are)
-    make(path, extended("<tool>"), data=prepared([1, 63, 2]), **as_they_are)
+        make(path, own, data=prepared([1, 2]).to_iterable_dataset(), **as_they_are)
+    make(path, own, data=prepared([1, 63, 2]), **as_they_are)
+    trainer = make(path, own, data=data)
+    assert trainer.distillation.vocab_size == VOCAB and torch.isfinite(torch.tensor(losses(trainer))).all()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny import VOCAB, chats, completions, tiny_model, tiny_tokenizer, train_args
+from trainings import batches_of, logged, trained
 from transformers import GenerationMixin, TrainerCallback
 from trl import DistillationConfig, DistillationTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
@@ -22,40 +23,52 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 EOS = VOCAB - 3
 
 
-class Steps(TrainerCallback):
+class Weights(TrainerCallback):
     """The loss of every step, unrounded, and the weights after it."""
 
     def __init__(self):
         self.losses, self.weights = [], []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            self.losses.append(logs["loss"])
+        self.losses += [logs["loss"]] if "loss" in logs else []
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.weights.append(torch.cat([p.detach().flatten().clone() for p in model.parameters()]))
+        self.weights.append(flat(model))
 
 
-def run(trainer_class, args, dataset, teacher=None, **kwargs):
-    steps = Steps()
-    trainer = trainer_class(
-        tiny_model(), teacher_model=teacher or tiny_model("qwen3", seed=5), args=args, train_dataset=dataset,
-        processing_class=tiny_tokenizer(), callbacks=[steps], **kwargs,
+def flat(model):
+    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+def trainer_of(trainer_class, args, dataset, **kwargs):
+    return trainer_class(
+        tiny_model(), teacher_model=tiny_model("qwen3", seed=5), args=args, train_dataset=dataset,
+        processing_class=tiny_tokenizer(), **kwargs,
     )  # fmt: skip
-    trainer.train()
+
+
+def run(trainer_class, args, dataset):
+    steps = Weights()
+    trainer_of(trainer_class, args, dataset, callbacks=[steps]).train()
     return steps
 
 
 def assert_same_run(got, want, rtol=1e-5):
     assert len(got.losses) == len(want.losses) >= 3
     assert got.losses == pytest.approx(want.losses, rel=rtol)
-    start = torch.cat([p.detach().flatten() for p in tiny_model().parameters()])
+    start = flat(tiny_model())
     for ours, theirs in zip(got.weights, want.weights, strict=True):
         assert (ours - theirs).norm() <= 1e-4 * (theirs - start).norm()
 
 
 def arguments(cls, **options):
     return train_args(cls, **{"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, **options})
+
+
+def assert_the_same_run(theirs, args_class, rows, rtol=1e-5, **options):
+    """The run of TRL's trainer, and ours of the same arguments."""
+    want, got = (run(cls, arguments(args_class, **options), rows) for cls in (theirs, LigerDistillTrainer))
+    assert_same_run(got, want, rtol)
 
 
 # GKDTrainer
@@ -69,20 +82,17 @@ def arguments(cls, **options):
 )  # fmt: skip
 def test_gkd_on_the_datasets_completions(options):
     """Only the last message is learned, by both; rows too long lose their beginning."""
-    want = run(GKDTrainer, arguments(GKDConfig, lmbda=0.0, **options), chats())
-    got = run(LigerDistillTrainer, arguments(GKDConfig, lmbda=0.0, **options), chats())
-    assert_same_run(got, want)
+    assert_the_same_run(GKDTrainer, GKDConfig, chats(), lmbda=0.0, **options)
 
 
 def test_gkds_temperature_is_that_of_sampling_alone():
     """In TRL 1.16 it has no effect on the loss. Its run is ours; with kd_temperature it has."""
-    cold, hot = (
-        run(GKDTrainer, arguments(GKDConfig, lmbda=0.0, max_steps=1, temperature=t), chats()).losses for t in (0.5, 4.0)
-    )
+    options = {"lmbda": 0.0, "max_steps": 1}
+    cold, hot = (run(GKDTrainer, arguments(GKDConfig, **options, temperature=t), chats()).losses for t in (0.5, 4.0))
     assert cold == hot
-    ours = run(LigerDistillTrainer, arguments(GKDConfig, lmbda=0.0, max_steps=1, temperature=4.0), chats())
+    ours = run(LigerDistillTrainer, arguments(GKDConfig, **options, temperature=4.0), chats())
     assert ours.losses == pytest.approx(hot, rel=1e-5)
-    meant = from_trl(arguments(GKDConfig, lmbda=0.0, max_steps=1, temperature=4.0), {"train_dataset": chats()})
+    meant = from_trl(arguments(GKDConfig, **options, temperature=4.0), {"train_dataset": chats()})
     meant[0].kd_temperature = None
     assert abs(run(LigerDistillTrainer, meant[0], meant[1]["train_dataset"]).losses[0] / hot[0] - 1) > 0.05
 
@@ -110,33 +120,24 @@ def test_gkd_on_sampled_completions_divides_by_the_number_of_other_tokens(option
     the two losses, and gradients, differ by exactly that factor."""
     answers(monkeypatch)
     options = {"max_new_tokens": 3, "max_steps": 2, "max_grad_norm": 0.0, **options}
-    counts = []
 
-    class Counted(LigerDistillTrainer):
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            counts[-1].append(int((inputs["labels"] != -100).sum()))
-            return super().compute_loss(model, inputs, *args, **kwargs)
+    def counted(**options):
+        trainer = trainer_of(LigerDistillTrainer, arguments(GKDConfig, learning_rate=0.0, **options), chats())
+        seen = batches_of(trainer)
+        return logged(trained(trainer)), [int((batch["labels"] != -100).sum()) for batch in seen]
 
-    counts.append([])
-    ours = run(Counted, arguments(GKDConfig, learning_rate=0.0, **options), chats())
-    sampled = counts[-1]
-    counts.append([])
-    run(Counted, arguments(GKDConfig, learning_rate=0.0, max_steps=2, lmbda=0.0), chats())
-    given = counts[-1]
+    (ours, sampled), (_, given) = counted(**options), counted(max_steps=2, lmbda=0.0)
     theirs = run(GKDTrainer, arguments(GKDConfig, learning_rate=0.0, **options), chats())
     factors = [n / m for n, m in zip(sampled, given, strict=True)]
     assert all(abs(factor - 1) > 0.05 for factor in factors)
-    assert theirs.losses == pytest.approx([x * f for x, f in zip(ours.losses, factors, strict=True)], rel=1e-5)
+    assert theirs.losses == pytest.approx([x * f for x, f in zip(ours, factors, strict=True)], rel=1e-5)
 
-    if "seq_kd" in options:
-        return
-
-    def change(trainer_class):
-        return run(trainer_class, arguments(GKDConfig, **{**options, "max_steps": 1}), chats()).weights[0]
-
-    start = torch.cat([p.detach().flatten() for p in tiny_model().parameters()])
-    ours, theirs = change(LigerDistillTrainer) - start, change(GKDTrainer) - start
-    assert (theirs - factors[0] * ours).norm() <= 1e-4 * theirs.norm()
+    if "seq_kd" not in options:
+        one = arguments(GKDConfig, **{**options, "max_steps": 1})
+        ours, theirs = (
+            run(cls, one, chats()).weights[0] - flat(tiny_model()) for cls in (LigerDistillTrainer, GKDTrainer)
+        )
+        assert (theirs - factors[0] * ours).norm() <= 1e-4 * theirs.norm()
 
 
 # DistillationTrainer
@@ -162,30 +163,23 @@ def chat_prompts(n=16):
 def test_distillation_trainer_on_the_students_own_greedy_completions(options, rows):
     """Nothing is stubbed: each trainer's student writes for itself, greedily, from weights that have moved."""
     options |= {"generation_kwargs": {"do_sample": False}, "max_completion_length": 7, "shuffle_dataset": False}
-    want = run(DistillationTrainer, arguments(DistillationConfig, **options), rows)
-    got = run(LigerDistillTrainer, arguments(DistillationConfig, **options), rows)
-    assert_same_run(got, want, rtol=1e-4)
+    assert_the_same_run(DistillationTrainer, DistillationConfig, rows, 1e-4, **options)
 
 
 def test_distillation_trainer_on_completions_of_different_lengths(monkeypatch):
     answers(monkeypatch)
     options = {"shuffle_dataset": False, "max_completion_length": 5, "gradient_accumulation_steps": 2,
                "per_device_train_batch_size": 2}  # fmt: skip
-    want = run(DistillationTrainer, arguments(DistillationConfig, **options), prompts())
-    got = run(LigerDistillTrainer, arguments(DistillationConfig, **options), prompts())
-    assert_same_run(got, want)
+    assert_the_same_run(DistillationTrainer, DistillationConfig, prompts(), **options)
 
 
 def test_an_evaluation_on_prompts_alone():
-    args = {"generation_kwargs": {"do_sample": False}, "max_completion_length": 7}
-    evaluated = []
-    for trainer_class in (DistillationTrainer, LigerDistillTrainer):
-        trainer = trainer_class(
-            tiny_model(), teacher_model=tiny_model("qwen3", seed=5), args=arguments(DistillationConfig, **args),
-            train_dataset=prompts(4), eval_dataset=prompts(4), processing_class=tiny_tokenizer(), tools=None,
-        )  # fmt: skip
-        evaluated.append(trainer.evaluate()["eval_loss"])
-    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5)
+    options, rows = {"generation_kwargs": {"do_sample": False}, "max_completion_length": 7}, prompts(4)
+    theirs, ours = (
+        trainer_of(cls, arguments(DistillationConfig, **options), rows, eval_dataset=rows, tools=None).evaluate()
+        for cls in (DistillationTrainer, LigerDistillTrainer)
+    )
+    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5)
 
 
 # Arguments

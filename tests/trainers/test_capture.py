@@ -18,10 +18,12 @@ from caches import (
     teacher_model,
     trainer_of,
 )
+from commands import write_rows
 from datasets import Dataset
 from filelock import FileLock
 from processes import run_on
-from tiny import VOCAB, completions, shift_labels_of, tiny_model, tiny_tokenizer
+from tiny import VOCAB, completions, largest_vocabulary_tensor, shift_labels_of, tiny_model, tiny_tokenizer
+from trainings import a_teacher
 
 from liger_trainer.errors import ConfigError, CorruptError, LigerTrainerError
 from liger_trainer.teachers.cache import reader as teacher_reader
@@ -47,20 +49,20 @@ def test_topk_is_what_the_teacher_says(tmp_path, monkeypatch, family, temperatur
     assert len(cache.index.shards) > 2
     rows = prepare_rows(args, tiny_tokenizer(), completions(13))
     seen = 0
+    close = {"rtol": 1e-3, "atol": 1e-3}
     for document in documents(rows.datasets["train"]):
-        labels = torch.from_numpy(document.labels)
-        keep = shift_labels_of(labels[None])[0] != -100
-        logits = logits_by_hand(teacher, document.input_ids.tolist())[keep]
+        labels = shift_labels_of(torch.from_numpy(document.labels)[None])[0]
+        logits = logits_by_hand(teacher, document.input_ids.tolist())[labels != -100]
         records = cache.records(document.key)
         assert records is not None
         got = cache.format.decode(records)
         values, ids = (logits / temperature).log_softmax(-1).topk(9, -1)
         assert torch.equal(got.ids.long(), ids)
-        torch.testing.assert_close(got.log_probs.double(), values, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(got.log_probs.double(), values, **close)
         log_p = logits.log_softmax(-1)
-        label = log_p.gather(-1, shift_labels_of(labels[None])[0][keep][:, None]).squeeze(-1)
-        torch.testing.assert_close(got.label_log_prob.double(), label, rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(got.entropy.double(), torch.special.entr(log_p.exp()).sum(-1), rtol=1e-3, atol=1e-3)
+        label = log_p.gather(-1, labels[labels != -100][:, None]).squeeze(-1)
+        torch.testing.assert_close(got.label_log_prob.double(), label, **close)
+        torch.testing.assert_close(got.entropy.double(), torch.special.entr(log_p.exp()).sum(-1), **close)
         seen += len(records)
     assert seen == cache.index.tokens and len(cache) == cache.index.rows == 13
 
@@ -110,10 +112,8 @@ def test_draws_depend_on_the_row_and_the_seed_alone(tmp_path):
 
 
 def test_logits_of_a_batch_are_never_stored_and_info_says_how_many_draws_there_are(tmp_path, monkeypatch, capsys):
-    from tiny import _VocabularyTensors
-
     monkeypatch.setattr(teacher_reader, "_CHUNK_LOGITS", 3 * VOCAB)
-    with _VocabularyTensors() as seen:
+    with largest_vocabulary_tensor(monkeypatch, rows=3) as seen:
         captured(tmp_path / "c", cache_entries=4, cache_tail_draws=5)
     assert 0 < seen.rows <= 3
     assert "5 draws" in end_of(capsys, "cache", "info", str(tmp_path / "c"))[1]
@@ -134,9 +134,8 @@ def test_a_head_that_is_no_plain_linear_layer(tmp_path):
     captured(tmp_path / "b", teacher=other, cache_entries=8, cache_bits=16)
     a, b = TeacherCache(tmp_path / "a"), TeacherCache(tmp_path / "b")
     for key in keys_of(args):
-        torch.testing.assert_close(
-            a.format.decode(a.records(key)).log_probs, b.format.decode(b.records(key)).log_probs, rtol=1e-3, atol=1e-3
-        )  # type: ignore[arg-type]
+        one, same = (cache.format.decode(cache.records(key)).log_probs for cache in (a, b))  # type: ignore[arg-type]
+        torch.testing.assert_close(one, same, rtol=1e-3, atol=1e-3)
 
 
 def test_a_teacher_of_nan_is_not_written_down(tmp_path):
@@ -236,23 +235,22 @@ CHANGES = [
 ]
 
 
-def test_other_settings_do_not_go_on_with_a_capture(tmp_path, monkeypatch):
-    interrupted(tmp_path / "c", monkeypatch)
+def test_what_does_not_go_on_with_an_interrupted_capture(tmp_path, monkeypatch):
+    """Other settings, another teacher or data, and any with a damaged shard."""
+    args = interrupted(tmp_path / "c", monkeypatch)
     before = files_of(tmp_path / "c")
     for options, message in CHANGES:
         with pytest.raises(ConfigError, match=message):
             captured(tmp_path / "c", **{"cache_entries": 8, "cache_shard_mb": 1, **options})
-        assert files_of(tmp_path / "c") == before
-
-
-def test_another_teacher_or_data_does_not_go_on_with_a_capture_nor_any_with_a_damaged_shard(tmp_path, monkeypatch):
-    args = interrupted(tmp_path / "c", monkeypatch)
-    with pytest.raises(ConfigError, match="fingerprints.data: .* there, .* now"):
-        capture(teacher_model(), args, tiny_tokenizer(), completions(23))
-    with pytest.raises(ConfigError, match="fingerprints.teacher: .* there, .* now"):
-        capture(tiny_model("gemma2", seed=6, hidden_size=48), args, tiny_tokenizer(), completions())
+    for teacher, data, message in (
+        (teacher_model(), completions(23), "fingerprints.data: .* there, .* now"),
+        (a_teacher(seed=6), completions(), "fingerprints.teacher: .* there, .* now"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            capture(teacher, args, tiny_tokenizer(), data)
     with pytest.raises(ConfigError, match="not finished: .* tokens. Run the same"):
         trainer_of(args)
+    assert files_of(tmp_path / "c") == before
     shard = tmp_path / "c" / "shard-00000.safetensors"
     flip(shard, -3)
     with pytest.raises(CorruptError, match="shard-00000.safetensors is damaged"):
@@ -321,8 +319,7 @@ def folder(tmp_path, monkeypatch):
     for seed, name in enumerate(("student", "teacher")):
         tiny_model(seed=seed).save_pretrained(name)
         tiny_tokenizer().save_pretrained(name)
-    rows = [{"prompt": f"w{i} w{i + 1}", "completion": f" w{i + 2}"} for i in range(20)]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(Path("rows.jsonl"), [{"prompt": f"w{i} w{i + 1}", "completion": f" w{i + 2}"} for i in range(20)])
 
 
 def test_capture_then_train_from_the_command_line(folder, capsys):

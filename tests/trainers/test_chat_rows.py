@@ -6,9 +6,10 @@ import signal
 import pytest
 from datasets import Dataset, IterableDataset
 from tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer, train_args
-from trl import SFTConfig, chat_template_utils
+from trainings import sft
+from trl import chat_template_utils
 
-from liger_trainer import LigerConfig, LigerDistillConfig, LigerTrainer
+from liger_trainer import LigerConfig, LigerDistillConfig
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.run.data.datasets import load_run_datasets
@@ -77,12 +78,8 @@ def run(tmp_path, monkeypatch):
     return load
 
 
-def trainer_of(rows, tokenizer=None, cls: type[SFTConfig] = SFTConfig, **options):
-    rows = Dataset.from_list(rows) if isinstance(rows, list) else rows
-    return LigerTrainer(
-        tiny_model(), args=train_args(cls, **options), train_dataset=rows,
-        processing_class=tokenizer or tiny_tokenizer(),
-    )  # fmt: skip
+def trainer_of(rows, **options):
+    return sft(data=Dataset.from_list(rows) if isinstance(rows, list) else rows, **options)
 
 
 def seen(run, rows: list[dict], *overrides: str) -> list:
@@ -115,8 +112,6 @@ def test_the_last_turn_alone(run):
     for (document,) in seen(run, rows, "last_turn_only=true"):
         assert [piece.supervised for piece in document] == [False, True]
         assert document[0].text.count("<assistant>") == 2
-    with pytest.raises(ConfigError, match="last_turn_only: needs rows of chat messages; the rows have plain text"):
-        run([{"text": "w1 w2"}] * 4, "last_turn_only=true")
 
 
 STANFORD = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
@@ -135,22 +130,30 @@ def test_stanfords_prompt_as_a_message_and_as_text(run):
     assert {(row["prompt"][0]["content"], row["completion"][0]["content"]) for row in chat} == {
         (asked[i], answers[i]) for i in asked
     }
-    trainer = trainer_of(rows, cls=LigerConfig, alpaca_prompt="stanford_text", max_length=None)  # and in Python
+    trainer = trainer_of(rows, config=LigerConfig, alpaca_prompt="stanford_text", max_length=None)  # and in Python
     tokenizer = tiny_tokenizer()
     assert trainer.train_dataset[0]["input_ids"] == tokenizer(asked["Add."] + "\n4<eos>")["input_ids"]
     assert trainer.train_dataset[0]["labels"][-3:] == [-100, *tokenizer("4 <eos>")["input_ids"]]
 
 
-def test_where_stanfords_prompt_does_not_fit(run):
-    alpaca = {"instruction": "w1", "output": "w2"}
-    with pytest.raises(DataError, match="stanford_text has no place for the system prompt or the history of a row"):
-        run([{**alpaca, "system": "w3"}] * 4, "alpaca_prompt=stanford_text")
-    with pytest.raises(ConfigError, match="alpaca_prompt: needs the columns instruction and output;"):
-        run(OF_MESSAGES, "alpaca_prompt=stanford")
-    for options in (["supervised_part=content"], ["supervised_part=content", "alpaca_prompt=stanford_text"]):
-        rows = [alpaca] * 4 if len(options) > 1 else [{"text": "w1 w2"}] * 4
-        with pytest.raises(ConfigError, match="supervised_part: needs rows of chat messages"):
-            run(rows, *options)
+ALPACA, TEXT = {"instruction": "w1", "output": "w2"}, {"text": "w1 w2"}
+DO_NOT_FIT = [
+    (
+        {**ALPACA, "system": "w3"},
+        ["alpaca_prompt=stanford_text"],
+        "stanford_text has no place for the system prompt",
+    ),
+    (OF_MESSAGES[0], ["alpaca_prompt=stanford"], "alpaca_prompt: needs the columns instruction and output;"),
+    (TEXT, ["supervised_part=content"], "supervised_part: needs rows of chat messages"),
+    (ALPACA, ["supervised_part=content", "alpaca_prompt=stanford_text"], "supervised_part: needs rows of chat messag"),
+    (TEXT, ["last_turn_only=true"], "last_turn_only: needs rows of chat messages; the rows have plain text"),
+]
+
+
+@pytest.mark.parametrize(("row", "options", "message"), DO_NOT_FIT)
+def test_keys_that_the_rows_do_not_fit(run, row, options, message):
+    with pytest.raises((ConfigError, DataError), match=message):
+        run([row] * 4, *options)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), EQUAL, ids=["sharegpt", "alpaca"])
@@ -213,60 +216,68 @@ def test_a_role_that_the_template_does_not_know_is_named_with_its_row(run, key):
         trainer_of(rows)
 
 
-def test_tool_roles_where_the_template_names_them():
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    chat = [
-        {"role": "user", "content": "w1"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "w2"},
-        {"role": "assistant", "content": "w3"},
-    ]
-    rows = Dataset.from_list([{"messages": chat}])
-    for name in ("qwen3", "llama3_1", "gptoss"):  # by ==, by `in [...]`
-        template = getattr(chat_template_utils, f"{name}_chat_template", None)
-        if template is not None:
-            check_chats(rows, tiny_tokenizer(), template, "row {}".format)
+MESSAGE = "{{ m['content'] }}{% endfor %}"
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TOOLS = [
+    {"role": "user", "content": "w1"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "w2"},
+    {"role": "assistant", "content": "w3"},
+]
+CRITIC = [{"role": "user", "content": "w1"}, {"role": "critic", "content": "w2"}]
+UNKNOWN = "row 0: the chat template does not know the role '{}'"
+NO_CRITIC, NO_TOOL, FOREIGN = UNKNOWN.format("critic"), UNKNOWN.format("tool"), vars(chat_template_utils)
+_FAR = "{% for i in range(99999) %}{% for j in range(99999) %}"
+TEMPLATES = {  # a chat, a template, and what is said of it
+    # by ==, by `in [...]`
+    **{f"{name}'s tools": (TOOLS, FOREIGN[f"{name}_chat_template"], None)
+       for name in ("qwen3", "llama3_1", "gptoss") if f"{name}_chat_template" in FOREIGN},
+    "Llama 3's": (TOOLS, FOREIGN["llama3_chat_template"], NO_TOOL),
+    "one without tools": (TOOLS, CHAT_TEMPLATE, NO_TOOL),
+    # a role is known where the template tells it from a name made up
+    "a dictionary": (
+        CRITIC, "{% for m in messages %}{{ {'user': '<user> ', 'critic': '<unk> '}[m['role']] }}" + MESSAGE, None,
+    ),
+    "a variable": (
+        CRITIC, "{% set names = ['user', 'critic'] %}{% for m in messages %}{% if m.role not in names %}"
+        "{{ raise_exception('no ' + m.role) }}{% endif %}" + MESSAGE, None,
+    ),
+    "it leaves others out": (CRITIC, "{% for m in messages if m.role in ('user', 'critic') %}" + MESSAGE, None),
+    "written as text": (CRITIC, "{% for m in messages %}{{ '<|' + m.role + '|>' }}" + MESSAGE, NO_CRITIC),
+    "in capitals": (CRITIC, "{% for m in messages %}{{ m.role | upper }}" + MESSAGE, NO_CRITIC),
+    "as the user": (
+        CRITIC, "{% for m in messages %}{{ '<user> ' if m.role != 'assistant' }}" + MESSAGE, NO_CRITIC,
+    ),
+    "left out": (CRITIC, "{% for m in messages if m.role == 'user' %}" + MESSAGE, NO_CRITIC),
+    "a system prompt": (
+        CHATS[3], FOREIGN["gemma_chat_template"],
+        "row 0: the chat template refuses the row: System role not supported",
+    ),
+    "no template": (CRITIC, "{% if %}", "the chat template cannot be read: line 1"),
+    # jinja itself stops these
+    "far": (CRITIC[:1], "{% for i in range(10**9) %}{% endfor %}", "row 0: the chat template refuses the row"),
+    "deep": (
+        CRITIC[:1], "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "row 0: the chat template refuses the row",
+    ),
+}  # fmt: skip
+
+
+def checked(chat: list, template: str) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.bos_token = "<eos>"  # which Llama 3's template writes
-    for template in (chat_template_utils.llama3_chat_template, CHAT_TEMPLATE):
-        with pytest.raises(DataError, match="row 0: the chat template does not know the role 'tool'"):
-            check_chats(rows, tokenizer, template, "row {}".format)
+    check_chats(Dataset.from_list([{"messages": chat}]), tokenizer, template, "row {}".format)
 
 
-MESSAGE = "{{ m['content'] }}{% endfor %}"
-KNOWING = {
-    "a dictionary": "{% for m in messages %}{{ {'user': '<user> ', 'critic': '<unk> '}[m['role']] }}" + MESSAGE,
-    "a variable": "{% set names = ['user', 'critic'] %}{% for m in messages %}{% if m.role not in names %}"
-    "{{ raise_exception('no ' + m.role) }}{% endif %}" + MESSAGE,
-    "it leaves others out": "{% for m in messages if m.role in ('user', 'critic') %}" + MESSAGE,
-}
-NOT_KNOWING = {
-    "written as text": "{% for m in messages %}{{ '<|' + m.role + '|>' }}" + MESSAGE,
-    "in capitals": "{% for m in messages %}{{ m.role | upper }}" + MESSAGE,
-    "as the user": "{% for m in messages %}{{ '<user> ' if m.role != 'assistant' }}" + MESSAGE,
-    "left out": "{% for m in messages if m.role == 'user' %}" + MESSAGE,
-}
-
-
-@pytest.mark.parametrize("way", [*KNOWING, *NOT_KNOWING])
-def test_a_role_is_known_where_the_template_tells_it_from_a_name_made_up(way):
-    rows = Dataset.from_list([{"messages": [{"role": "user", "content": "w1"}, {"role": "critic", "content": "w2"}]}])
-    if way in KNOWING:
-        check_chats(rows, tiny_tokenizer(), KNOWING[way], "row {}".format)
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_what_a_template_makes_of_a_chat(case):
+    chat, template, said = TEMPLATES[case]
+    if said is None:
+        checked(chat, template)
     else:
-        with pytest.raises(DataError, match="row 0: the chat template does not know the role 'critic'"):
-            check_chats(rows, tiny_tokenizer(), NOT_KNOWING[way], "row {}".format)
+        with pytest.raises((DataError, ConfigError), match=said):
+            checked(chat, template)
 
 
-def test_a_row_that_the_template_refuses_is_named():
-    rows = Dataset.from_list([{"messages": chat} for chat in CHATS[1:]])  # the third begins with a system prompt
-    with pytest.raises(DataError, match="row 2: the chat template refuses the row: System role not supported"):
-        check_chats(rows, tiny_tokenizer(), chat_template_utils.gemma_chat_template, "row {}".format)
-    with pytest.raises(ConfigError, match="the chat template cannot be read: line 1"):
-        check_chats(rows, tiny_tokenizer(), "{% if %}", "row {}".format)
-
-
-_FAR = "{% for i in range(99999) %}{% for j in range(99999) %}"
 _ENDLESS = {
     "loops in each other": (_FAR + "{% endfor %}{% endfor %}", "took more than 0.3 s"),
     "a text without end": (_FAR + "{{ messages[0]['content'] * 100000 }}{% endfor %}{% endfor %}", "took more than"),
@@ -278,23 +289,10 @@ _ENDLESS = {
 def test_a_template_that_never_ends_is_stopped(monkeypatch, way, role):
     monkeypatch.setattr(chat_checks, "RENDER_SECONDS", 0.3)
     monkeypatch.setattr(chat_checks, "RENDER_MIB", 100.0)
-    handler, rows = (
-        signal.getsignal(signal.SIGALRM),
-        Dataset.from_list([{"messages": [{"role": role, "content": "w1"}]}]),
-    )
-    template, why = _ENDLESS[way]
+    handler, (template, why) = signal.getsignal(signal.SIGALRM), _ENDLESS[way]
     with pytest.raises(ConfigError, match=f"row 0: the chat template does not come to an end: rendering the row {why}"):
-        check_chats(rows, tiny_tokenizer(), template, "row {}".format)
+        checked([{"role": role, "content": "w1"}], template)
     assert signal.getsignal(signal.SIGALRM) is handler and signal.getitimer(signal.ITIMER_REAL)[0] == 0
-
-
-@pytest.mark.parametrize(
-    "template", ["{% for i in range(10**9) %}{% endfor %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
-)
-def test_what_jinja_itself_stops_is_a_refusal(template):
-    rows = Dataset.from_list([{"messages": [{"role": "user", "content": "w1"}]}])
-    with pytest.raises(DataError, match="row 0: the chat template refuses the row"):
-        check_chats(rows, tiny_tokenizer(), template, "row {}".format)
 
 
 def test_a_template_of_a_file_or_of_another_model_is_the_one_that_is_asked(run, tmp_path):
@@ -347,11 +345,9 @@ def test_what_trl_refuses_is_refused_in_its_words():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat_template is not set"):
-        trainer_of(OF_MESSAGES, tokenizer)
+        trainer_of(OF_MESSAGES, processing_class=tokenizer)
     with pytest.raises(TypeError, match="must be a `Dataset` or `IterableDataset`"):
-        LigerTrainer(
-            tiny_model(), args=train_args(SFTConfig), train_dataset=OF_MESSAGES, processing_class=tiny_tokenizer()
-        )
+        sft(data=OF_MESSAGES)
 
 
 def test_a_conversation_of_a_system_prompt_alone_is_read():

@@ -3,7 +3,6 @@
 import functools
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,20 @@ from engines.damaged_checkpoints import ENGINES
 from held_folders import held_by_a_child
 from peft import PrefixTuningConfig, PromptEncoderConfig
 from processes import run_on
-from tiny import completions, tiny_model, tiny_tokenizer, train_args
+from tiny import completions, tiny_model
+from trainings import logged, sft, trained
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.common.checkpoints import MANIFEST, STAGING, checkpoints_in, damage, rotate, write_manifest
 from liger_trainer.common.files import STATE
 from liger_trainer.errors import ConfigError, CorruptError
 
 
-def make(folder: Path, steps: int = 4, cls: Any = LigerTrainer, **options) -> Any:
-    adapters = options.pop("peft_config", None)
+def make(folder: Path, steps: int = 4, **options) -> Any:
     args = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1, "output_dir": str(folder), **options}
-    teacher, config = {}, SFTConfig
-    if cls is LigerDistillTrainer:
-        teacher, config, args["teacher"] = {"teacher_model": tiny_model(seed=3)}, LigerDistillConfig, "model"
-    return cls(
-        tiny_model(), args=train_args(config, **args), train_dataset=completions(), eval_dataset=completions(4, seed=1),
-        processing_class=tiny_tokenizer(), peft_config=adapters, **teacher,
-    )  # fmt: skip
+    return sft(eval_data=completions(4, seed=1), **args)
 
 
 def weights(folder: Path) -> bytes:
@@ -48,7 +41,7 @@ def names(folder: Path) -> list[str]:
 def whole(tmp_path_factory) -> Path:
     """Four checkpoints of a training that nobody disturbed."""
     folder = tmp_path_factory.mktemp("whole") / "out"
-    make(folder).train()
+    trained(make(folder))
     return folder
 
 
@@ -91,38 +84,38 @@ def test_the_newest_whole_checkpoint_is_taken_and_a_damaged_one_refused(out, who
     flip(out / "checkpoint-3" / "model.safetensors")
     with pytest.warns(UserWarning, match="checkpoint-4 is passed over: optimizer.pt is") as caught:
         trainer = make(out)
-        trainer.train(resume_from_checkpoint=True)
+        trainer.train(True)
     assert "checkpoint-3 is passed over: model.safetensors is" in str([w.message for w in caught])
     assert trainer.resumed_from == out / "checkpoint-2"
     assert weights(out / "checkpoint-4") == weights(whole / "checkpoint-4")
     flip(out / "checkpoint-4" / "model.safetensors")
     with pytest.raises(CorruptError, match="checkpoint-4 is damaged: model.safetensors is .*whole one: .*checkpoint-3"):
-        make(out).train(resume_from_checkpoint=str(out / "checkpoint-4"))
+        make(out).train(str(out / "checkpoint-4"))
 
 
 def test_where_none_is_whole_all_reasons_are_said(out):
     for checkpoint in checkpoints_in(out):
         (checkpoint / "scheduler.pt").unlink()
     with pytest.raises(CorruptError, match=r"(?s)checkpoint-4: scheduler.pt is missing\n.*checkpoint-1: scheduler.pt"):
-        make(out).train(resume_from_checkpoint=True)
+        make(out).train(True)
     with pytest.raises(ConfigError, match="no checkpoint in"):
-        make(out / "empty").train(resume_from_checkpoint=True)
+        make(out / "empty").train(True)
 
 
 def test_checkpoints_of_another_trainer_are_taken_with_a_note(tmp_path):
     make(tmp_path, cls=SFTTrainer, steps=2).train()
     with pytest.warns(UserWarning, match="checkpoint-2 has no manifest"):
-        make(tmp_path, steps=3).train(resume_from_checkpoint=True)
+        make(tmp_path, steps=3).train(True)
     (tmp_path / "checkpoint-2" / "scheduler.pt").unlink()
     with pytest.raises(CorruptError, match=r"scheduler.pt is missing"):
-        make(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        make(tmp_path).train(str(tmp_path / "checkpoint-2"))
     (tmp_path / "checkpoint-3" / MANIFEST).unlink()
     assert "manifest.json is missing, which it was saved with" in str(damage(tmp_path / "checkpoint-3"))
 
 
 def test_a_training_that_is_done_makes_no_further_step(out, whole):
     trainer = make(out)
-    trainer.train(resume_from_checkpoint=True)
+    trainer.train(True)
     trainer.save_model(str(out))
     assert trainer.state.global_step == 4 and weights(out) == weights(whole / "checkpoint-4")
 
@@ -148,7 +141,7 @@ def test_what_is_not_whole_has_no_name_and_costs_no_older_one(tmp_path, whole):
     with pytest.raises(OSError, match="No space left"):
         trainer.train()
     assert names(tmp_path) == ["checkpoint-2"] and not (tmp_path / STAGING / "checkpoint-3").exists()
-    make(tmp_path, save_total_limit=1).train(resume_from_checkpoint=True)
+    make(tmp_path, save_total_limit=1).train(True)
     assert names(tmp_path) == ["checkpoint-4"]
     assert weights(tmp_path / "checkpoint-4") == weights(whole / "checkpoint-4")
 
@@ -169,10 +162,15 @@ def test_older_ones_stay_until_the_new_one_is_read_back(tmp_path, monkeypatch):
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
+FIRST_IS_BEST = {
+    "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 2,
+    "metric_for_best_model": "loss", "greater_is_better": True, "learning_rate": 1e-2,
+}  # fmt: skip
+
+
 def test_the_best_checkpoint_is_known_by_its_name_kept_and_loaded(tmp_path):
-    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1,
-               "metric_for_best_model": "loss", "greater_is_better": True, "learning_rate": 1e-2}  # fmt: skip
-    trainer = make(tmp_path, cls=LigerDistillTrainer, **options)
+    teacher = {"cls": LigerDistillTrainer, "config": LigerDistillConfig, "teacher_model": tiny_model(seed=3)}
+    trainer = make(tmp_path, **teacher, **{**FIRST_IS_BEST, "save_total_limit": 1})
     seen = []
 
     class Seen(TrainerCallback):
@@ -189,12 +187,6 @@ def test_the_best_checkpoint_is_known_by_its_name_kept_and_loaded(tmp_path):
     flip(best / "model.safetensors")
     with pytest.raises(CorruptError, match="checkpoint-1 is damaged: model.safetensors is not what was written"):
         trainer._load_best_model()
-
-
-FIRST_IS_BEST = {
-    "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 2,
-    "metric_for_best_model": "loss", "greater_is_better": True, "learning_rate": 1e-2,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -245,28 +237,26 @@ def test_where_the_best_checkpoint_is_lost_the_best_of_what_comes_is_taken(tmp_p
     point_to_best(run / "checkpoint-3", str(run / "checkpoint-1"))
     trainer = make(run, steps=5, **FIRST_IS_BEST)
     with pytest.warns(UserWarning, match="the best is chosen among those that come"):
-        trainer.train(resume_from_checkpoint=True)
+        trainer.train(True)
     assert trainer.state.best_model_checkpoint == str(run / "checkpoint-4") and "checkpoint-4" in names(run)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_weights_that_files_have_under_other_names_are_read_back(tmp_path, monkeypatch, sharded):
     """Experts are stacked in memory, and apart in the files. Trainer would go on from the weights at hand."""
-    monkeypatch.setattr(sys.modules[__name__], "tiny_model", functools.partial(tiny_model, "mixtral"))
     if sharded:
         save = transformers.PreTrainedModel.save_pretrained
         small = functools.partialmethod(save, max_shard_size="50KB")
         monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", small)
     every_step = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 1e-2}
-    whole = make(tmp_path / "out", **every_step)
-    whole.train()
+    whole = trained(make(tmp_path / "out", model=tiny_model("mixtral"), **every_step))
     if not sharded:
         assert b"experts.0.w1.weight" in weights(tmp_path / "out" / "checkpoint-1")
-    resumed = make(tmp_path / "out", **every_step)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    resumed = make(tmp_path / "out", model=tiny_model("mixtral"), **every_step)
+    trained(resumed, str(tmp_path / "out" / "checkpoint-2"))
     got, want = ({log["step"]: log["loss"] for log in t.state.log_history if "loss" in log} for t in (resumed, whole))
     assert got == pytest.approx(want, rel=1e-6) and len(got) == 4
-    best = min(log["eval_loss"] for log in whole.state.log_history if "eval_loss" in log)
+    best = min(logged(whole, "eval_loss"))
     for trainer in (whole, resumed):
         assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-6)
 
@@ -282,19 +272,17 @@ def test_weights_that_files_have_under_other_names_are_read_back(tmp_path, monke
 def test_what_makes_prompts_is_in_checkpoints(tmp_path, adapters):
     adapters.task_type = "CAUSAL_LM"
     options = {"peft_config": adapters, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-    whole = make(tmp_path, steps=3, learning_rate=1e-2, **options)
-    whole.train()
+    whole = trained(make(tmp_path, steps=3, learning_rate=1e-2, **options))
     shutil.rmtree(tmp_path / "checkpoint-3")
     torch.manual_seed(7)  # another encoder
-    resumed = make(tmp_path, steps=3, learning_rate=1e-2, **options)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(make(tmp_path, steps=3, learning_rate=1e-2, **options), True)
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     (tmp_path / "checkpoint-3" / "prompt_encoder.safetensors").unlink()
     (tmp_path / "checkpoint-3" / MANIFEST).unlink()
     write_manifest(tmp_path / "checkpoint-3")
     with pytest.raises(ConfigError, match="has no prompt_encoder.safetensors: an earlier version"):
-        make(tmp_path, steps=4, **options).train(resume_from_checkpoint=True)
+        make(tmp_path, steps=4, **options).train(True)
 
 
 def test_a_checkpoint_is_pushed_under_its_name_when_it_is_whole(tmp_path, monkeypatch):
@@ -310,11 +298,11 @@ def test_a_checkpoint_is_pushed_under_its_name_when_it_is_whole(tmp_path, monkey
 def test_the_model_alone_can_be_saved_and_is_said_to_be_alone(tmp_path):
     make(tmp_path, steps=2, save_only_model=True).train()
     with pytest.warns(UserWarning, match="holds the model alone: optimizer and schedule start anew"):
-        make(tmp_path, steps=3, save_only_model=True).train(resume_from_checkpoint=True)
+        make(tmp_path, steps=3, save_only_model=True).train(True)
 
 
 def test_a_run_that_went_back_replaces_the_checkpoints_that_it_comes_by(out, whole):
-    make(out, save_total_limit=2).train(resume_from_checkpoint=str(out / "checkpoint-1"))
+    make(out, save_total_limit=2).train(str(out / "checkpoint-1"))
     assert names(out) == ["checkpoint-3", "checkpoint-4"]
     assert weights(out / "checkpoint-4") == weights(whole / "checkpoint-4")
 
@@ -326,9 +314,9 @@ def test_steps_that_a_run_went_back_from_go_first(out):
 
 def test_no_second_process_trains_in_the_folder(out):
     with held_by_a_child(out) as child, pytest.raises(ConfigError, match=f"in use by process {child}"):
-        make(out).train(resume_from_checkpoint=True)
+        make(out).train(True)
     with pytest.warns(UserWarning, match=f"locked by process {child} .* taken over"):
-        make(out).train(resume_from_checkpoint=True)
+        make(out).train(True)
 
 
 @pytest.fixture(scope="module")

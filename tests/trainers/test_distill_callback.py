@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import trainings
 from accelerate import ParallelismConfig
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from splits import ROWS, capture_gradients
+from splits import ROWS
 from tiny import (
     VOCAB,
     assert_same_gradients,
@@ -19,15 +20,15 @@ from tiny import (
     divergence_by_hand,
     double_copy,
     named_gradients,
-    shift_labels_of,
     tiny_model,
     tiny_tokenizer,
     train_args,
 )  # fmt: skip
+from trainings import OnStep, distill, logged, step, supervised_logits, trained, weights_of
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
+from liger_trainer import DistillationCallback, LigerTrainer, patch
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching.patcher import patched_record
 from liger_trainer.trainers.distill_callback import refuse
@@ -49,11 +50,15 @@ METRICS = (
 
 
 def a_teacher():
-    return tiny_model("gemma2", seed=5, hidden_size=48, vocab_size=VOCAB + 8)
+    return trainings.a_teacher(vocab_size=VOCAB + 8)
 
 
 def a_student():
     return tiny_model(vocab_size=VOCAB + 3)
+
+
+def by_callback(**options):
+    return DistillationCallback(a_teacher(), **{**LOSS, **options})
 
 
 def tokenized(rows):
@@ -67,29 +72,26 @@ def tokenized(rows):
     return Dataset.from_list(made)
 
 
-def sft(callback, student=None, data=None, peft_config=None, cls=SFTTrainer, **options):
-    return cls(
-        student or a_student(), args=train_args(SFTConfig, **options), train_dataset=data or completions(),
-        eval_dataset=completions(7, seed=4), processing_class=tiny_tokenizer(), peft_config=peft_config,
-        callbacks=[callback] if callback else [],
-    )  # fmt: skip
+def sft(callback, student=None, data=None, cls=SFTTrainer, **options):
+    callbacks = [callback] if callback else []
+    return trainings.sft(student or a_student(), data, completions(7, seed=4), cls=cls, callbacks=callbacks, **options)
 
 
-def plain(callback, student=None, data=None, tokenizer=True, peft_config=None, **kwargs):
+def plain(callback, student=None, data=None, tokenizer=True, peft_config=None, compute_loss_func=None, **options):
     student = student or a_student()
-    options = {name: kwargs.pop(name) for name in list(kwargs) if name != "compute_loss_func"}
     return Trainer(
         student if peft_config is None else get_peft_model(student, peft_config),
         train_args(TrainingArguments, **options), train_dataset=tokenized(data or completions()),
         eval_dataset=tokenized(completions(7, seed=4)), processing_class=tiny_tokenizer() if tokenizer else None,
-        data_collator=DataCollatorForSeq2Seq(tiny_tokenizer()), callbacks=[callback] if callback else [], **kwargs,
+        data_collator=DataCollatorForSeq2Seq(tiny_tokenizer()), callbacks=[callback] if callback else [],
+        compute_loss_func=compute_loss_func,
     )  # fmt: skip
 
 
 STOCK = pytest.mark.parametrize("make", [sft, plain])
 
 
-def logged(trainer, *names):
+def logs_of(trainer, *names):
     return [
         {k: v for k, v in log.items() if k in names} for log in trainer.state.log_history if "train_loss" not in log
     ]
@@ -111,13 +113,8 @@ def adapters(name):
 
 @functools.cache
 def ours(name):
-    trainer = LigerDistillTrainer(
-        a_student(), teacher_model=a_teacher(), args=train_args(LigerDistillConfig, **LOSS, **RUN, **OPTIONS[name]),
-        train_dataset=completions(), eval_dataset=completions(7, seed=4), processing_class=tiny_tokenizer(),
-        peft_config=adapters(name),
-    )  # fmt: skip
-    with_adapters(trainer).train()
-    return trainer
+    how = {"eval_data": completions(7, seed=4), "peft_config": adapters(name), **LOSS, **RUN, **OPTIONS[name]}
+    return trained(with_adapters(distill(a_student(), a_teacher(), **how)))
 
 
 def with_adapters(trainer):
@@ -138,33 +135,25 @@ def with_adapters(trainer):
     ],
 )  # fmt: skip
 def test_every_step_and_metric_is_that_of_the_distillation_trainer(make, name):
-    want, got = ours(name), make(DistillationCallback(a_teacher(), **LOSS), **RUN, **OPTIONS[name])
-    got.train()
+    want, got = ours(name), trained(make(by_callback(), **RUN, **OPTIONS[name]))
     names = ["loss", "eval_loss", *METRICS, *(f"eval_{name}" for name in METRICS)]
     rtol = 1e-5 if name != "bf16" else 5e-3  # attention without a mask rounds differently from that with one
-    assert len(logged(got, *names)) == 4
-    for mine, theirs in zip(logged(got, *names), logged(want, *names), strict=True):
+    assert len(logs_of(got, *names)) == 4
+    for mine, theirs in zip(logs_of(got, *names), logs_of(want, *names), strict=True):
         assert len(mine) == len(METRICS) + 1
         assert mine == pytest.approx(theirs, rel=rtol)
-    assert_close_weights(got.model, want.model, rtol)
-
-
-def assert_close_weights(got, want, rtol):
-    got, want = dict(got.named_parameters()), dict(want.named_parameters())
-    assert got.keys() == want.keys()
-    for name, parameter in want.items():
-        torch.testing.assert_close(got[name], parameter, rtol=rtol, atol=rtol)
+    mine, theirs = weights_of(got), weights_of(want)
+    assert mine.keys() == theirs.keys()
+    for name, parameter in theirs.items():
+        torch.testing.assert_close(mine[name], parameter, rtol=rtol, atol=rtol)
 
 
 @STOCK
 def test_lora_students(make):
     want = ours("lora")
-    got = with_adapters(make(DistillationCallback(a_teacher(), **LOSS), peft_config=adapters("lora"), bf16=True, **RUN))
-    before = {name: p.clone() for name, p in got.model.named_parameters()}
-    got.train()
-    assert [log["kd_loss"] for log in logged(got, "kd_loss") if log] == pytest.approx(
-        [log["kd_loss"] for log in logged(want, "kd_loss") if log], rel=2e-3
-    )
+    got = with_adapters(make(by_callback(), peft_config=adapters("lora"), bf16=True, **RUN))
+    before = weights_of(got)
+    assert logged(trained(got), "kd_loss") == pytest.approx(logged(want, "kd_loss"), rel=2e-3)
     for name, parameter in got.model.named_parameters():
         assert ("lora_" in name) == (not torch.equal(parameter, before[name])), name
     assert patched_record(got.model) is None
@@ -173,14 +162,11 @@ def test_lora_students(make):
 # Against values by hand
 
 
-def step(make, batch, accumulation, **options):
-    trainer = make(
-        DistillationCallback(a_teacher(), **{**LOSS, **options}), data=Dataset.from_list(ROWS), max_steps=1,
-        per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, learning_rate=0.0, optim="sgd",
-    )  # fmt: skip
-    found = capture_gradients(trainer)
-    trainer.train()
-    return trainer.state.log_history[0], found
+def split(make, batch, accumulation):
+    return step(make(
+        by_callback(), data=Dataset.from_list(ROWS), max_steps=1, per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation, learning_rate=0.0, optim="sgd",
+    ))  # fmt: skip
 
 
 @STOCK
@@ -188,16 +174,14 @@ def test_loss_and_gradients_equal_those_by_hand_however_the_batch_is_split(make)
     student, teacher = double_copy(a_student()), double_copy(a_teacher())
     losses = []
     for row in tokenized(ROWS):
-        ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
-        labels = shift_labels_of(labels)[0]
-        keep = labels != -100
-        s, t = (model(input_ids=ids).logits[0, keep, :VOCAB] for model in (student, teacher))
+        s, t, labels = supervised_logits((student, teacher), row)
+        s, t = s[:, :VOCAB], t[:, :VOCAB].detach()
         soft = sum(w * divergence_by_hand(s, t, k, 2.0, 0.3) for k, w in (("forward_kl", 1.0), ("jsd", 0.5)))
-        losses.append(4.0 * soft + 0.25 * torch.nn.functional.cross_entropy(s, labels[keep], reduction="none"))
+        losses.append(4.0 * soft + 0.25 * torch.nn.functional.cross_entropy(s, labels, reduction="none"))
     loss = torch.cat(losses).mean()
     want = named_gradients(student, loss)
-    whole = step(make, 8, 1)
-    for got in (whole, step(make, 2, 4)):
+    whole = split(make, 8, 1)
+    for got in (whole, split(make, 2, 4)):
         assert got[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert_same_gradients(got[1], want, rtol=1e-4)
         assert got[0]["loss"] == pytest.approx(whole[0]["loss"], rel=1e-6)
@@ -209,10 +193,7 @@ def test_loss_and_gradients_equal_those_by_hand_however_the_batch_is_split(make)
 @STOCK
 def test_a_teacher_equal_to_its_student_teaches_nothing(make):
     callback = DistillationCallback(a_student(), losses=[{"type": "forward_kl"}, {"type": "reverse_kl"}])
-    trainer = make(callback, max_steps=1, learning_rate=0.0)
-    gradients = capture_gradients(trainer)
-    trainer.train()
-    log = trainer.state.log_history[0]
+    log, gradients = step(make(callback, max_steps=1, learning_rate=0.0))
     assert log["loss"] == log["kd_loss"] == log["forward_kl"] == log["reverse_kl"] == 0.0
     assert log["agreement_at_1"] == 1.0 and not any(g.any() for g in gradients.values())
 
@@ -228,7 +209,7 @@ def test_the_end_of_training_gives_both_models_back(make):
     before = vars(student).get("forward")
     evaluated = trainer.evaluate()["eval_loss"]
     seen = []
-    trainer.add_callback(_OnStep(lambda: seen.append((patched_record(student), patched_record(teacher)))))
+    trainer.add_callback(OnStep(lambda: seen.append((patched_record(student), patched_record(teacher)))))
     for _ in range(2):  # the second training begins as the first one did
         trainer.train()
         assert patched_record(student) is None and patched_record(teacher) is None
@@ -244,23 +225,15 @@ def test_the_end_of_training_gives_both_models_back(make):
     assert after["eval_loss"] == pytest.approx(fresh.evaluate()["eval_loss"], rel=1e-6)
 
 
-class _OnStep(TrainerCallback):
-    def __init__(self, act):
-        self.act = act
-
-    def on_step_end(self, *args, **kwargs):
-        self.act()
-
-
 def fail():
     raise RuntimeError("stopped")
 
 
 @STOCK
 def test_after_an_error_training_begins_anew(make):
-    callback = DistillationCallback(a_teacher(), **LOSS)
+    callback = by_callback()
     trainer = make(callback, max_steps=2, learning_rate=0.0)
-    stop = _OnStep(fail)
+    stop = OnStep(fail)
     trainer.add_callback(stop)
     with pytest.raises(RuntimeError, match="stopped"):
         trainer.train()
@@ -268,23 +241,20 @@ def test_after_an_error_training_begins_anew(make):
     trainer.remove_callback(stop)
     trainer.train()
     assert patched_record(trainer.model) is None
-    losses = [log["loss"] for log in logged(trainer, "loss") if log]
-    again = make(DistillationCallback(a_teacher(), **LOSS), max_steps=2, learning_rate=0.0)
-    again.train()
-    assert losses[-2:] == pytest.approx([log["loss"] for log in logged(again, "loss") if log], rel=1e-6)
+    again = trained(make(by_callback(), max_steps=2, learning_rate=0.0))
+    assert logged(trainer)[-2:] == pytest.approx(logged(again), rel=1e-6)
 
 
 @STOCK
 def test_a_student_that_was_patched_before_keeps_its_layers_and_its_loss(make):
     student = a_student()
     record = patch(student, rope=False)
-    trainer = make(DistillationCallback(a_teacher(), **LOSS), student, max_steps=1, learning_rate=0.0)
+    trainer = make(by_callback(), student, max_steps=1, learning_rate=0.0)
     before, fused = vars(student)["forward"], record.fused
     trainer.train()
     assert patched_record(student) is record and record.fused is fused and vars(student)["forward"] is before
-    want = make(DistillationCallback(a_teacher(), **LOSS), max_steps=1, learning_rate=0.0)
-    want.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(want.state.log_history[0]["loss"], rel=1e-5)
+    want = trained(make(by_callback(), max_steps=1, learning_rate=0.0))
+    assert logged(trainer) == pytest.approx(logged(want), rel=1e-5)
     ids = torch.arange(8)[None]
     plain_loss = a_student()(input_ids=ids, labels=ids).loss
     torch.testing.assert_close(student(input_ids=ids, labels=ids).loss, plain_loss, rtol=1e-5, atol=0.0)
@@ -297,8 +267,7 @@ def test_a_teacher_is_loaded_from_its_path_in_the_dtype_of_the_run(tmp_path):
         callback = DistillationCallback(teacher, **LOSS)
         trainer = plain(callback, max_steps=1, learning_rate=0.0)
         assert (callback.teacher is None) == isinstance(teacher, str)
-        trainer.train()
-        losses.append(trainer.state.log_history[0]["loss"])
+        losses.append(logged(trained(trainer)))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     callback = DistillationCallback(str(tmp_path), **LOSS)
     plain(callback, max_steps=1, bf16=True).train()
@@ -317,7 +286,7 @@ def test_metrics_reach_the_history_and_callbacks_behind_ours(make):
             seen.append(dict(logs))
 
     best = {"metric_for_best_model": "eval_two_forward_kl", "save_strategy": "best"}
-    trainer = make(DistillationCallback(a_teacher(), **LOSS), **RUN, **best)
+    trainer = make(by_callback(), **RUN, **best)
     trainer.eval_dataset = {"one": trainer.eval_dataset, "two": trainer.eval_dataset}
     trainer.add_callback(Reporter())
     trainer.train()
@@ -332,7 +301,7 @@ def test_metrics_reach_the_history_and_callbacks_behind_ours(make):
 
 def test_compute_metrics_gets_logits():
     shapes = []
-    callback = DistillationCallback(a_teacher(), **LOSS)
+    callback = by_callback()
     trainer = plain(callback, **RUN)
     trainer.compute_metrics = lambda predictions: shapes.append(predictions.predictions.shape) or {}
     trainer.train()
@@ -373,13 +342,13 @@ def test_arguments_it_cannot_serve_and_those_it_can():
         (plain, {"compute_loss_func": lambda outputs, *_, **__: outputs.logits.sum()}, "compute_loss_func"),
         (plain, {"tokenizer": False}, "processing_class"),
         (plain, {"student": tiny_model(vocab_size=VOCAB - 1)}, "resize"),
-        (lambda callback, **options: sft(callback, cls=LigerTrainer, **options), {}, "such as LigerTrainer"),
+        (sft, {"cls": LigerTrainer}, "such as LigerTrainer"),
         (plain, {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)}, "inputs_embeds"),
     ],
     ids=["compute_loss_func", "no tokenizer", "vocabulary", "LigerTrainer", "prompt tuning"],
 )
 def test_trainers_it_cannot_serve(make, options, message):
-    trainer = make(DistillationCallback(a_teacher(), **LOSS), max_steps=1, **options)
+    trainer = make(by_callback(), max_steps=1, **options)
     with pytest.raises(ConfigError, match=message) as error:
         trainer.train()
     assert message == "resize" or "LigerDistillTrainer" in str(error.value)
@@ -394,9 +363,3 @@ def test_a_student_is_not_its_own_teacher():
         with pytest.raises(ConfigError, match="its own teacher.*LigerDistillTrainer"):
             trainer.train()
         assert any(parameter.requires_grad for parameter in own.parameters())
-
-
-@pytest.mark.parametrize("options", [{"beta": 2.0}, {"temperature": 0.0}, {"losses": [{"type": "no_kl"}]}])
-def test_losses_it_does_not_know(options):
-    with pytest.raises(ValueError, match=r"beta|temperature|type"):
-        DistillationCallback(a_teacher(), **options)

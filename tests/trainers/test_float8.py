@@ -1,10 +1,12 @@
-"""A model whose linear layers torchao computes in fp8, under our patches and loss, beside TRL's trainer."""
+"""A model whose linear layers torchao computes in fp8, under our patches and loss, and under TRL's trainer."""
 
 from typing import Any
 
 import pytest
 import torch
-from tiny import FirstGradients, completions, tiny_model, tiny_tokenizer, train_args
+from tiny import FirstGradients, tiny_model
+from trainings import sft
+from trainings import trained as run
 from trl import SFTTrainer
 
 from liger_trainer import LigerConfig, LigerTrainer
@@ -24,11 +26,7 @@ def trained(trainer: Any, converted: bool) -> tuple[float, dict[str, torch.Tenso
         config = Float8LinearConfig(emulate=True)  # of the GPU's products, with the same numbers
         convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: "lm_head" not in name)
         assert sum(isinstance(module, Float8Linear) for module in model.modules()) == LAYERS
-    args = train_args(LigerConfig, max_steps=1, logging_steps=1, gradient_checkpointing=False)
-    made = trainer(
-        model, args=args, train_dataset=completions(), processing_class=tiny_tokenizer(), callbacks=[first]
-    )  # fmt: skip
-    made.train()
+    made = run(sft(model, cls=trainer, config=LigerConfig, max_steps=1, callbacks=[first]))
     return made.state.log_history[0]["loss"], first.values
 
 

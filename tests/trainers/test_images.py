@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+import trainings
 import transformers
 from datasets import Dataset
 from packaging.version import Version
 from peft import LoraConfig
+from quick_cases import slow_but
 from tiny import (
     assert_same_gradients,
     completions,
@@ -16,12 +18,13 @@ from tiny import (
     named_gradients,
     spread_weights,
     tiny_model,
-    train_args,
 )
-from trl import SFTConfig, SFTTrainer
+from trainings import logged, trained
+from trl import SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision import VISION_FAMILIES, picture_answers, picture_chats, vision_model, vision_processor
 
-from liger_trainer import DistillationCallback, LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import DistillationCallback, LigerConfig, LigerTrainer, patch
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.losses.model_parts import placeholder_ids
 from liger_trainer.trainers.images import vision_tower
@@ -33,8 +36,7 @@ MARKS = pytest.mark.skipif(
 
 def families(*quick):
     """All of them; the default run has those that are named."""
-    names = [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in VISION_FAMILIES]
-    return pytest.mark.parametrize("family", names)
+    return pytest.mark.parametrize("family", slow_but(VISION_FAMILIES, *quick))
 
 
 _QUICK = {("qwen2_5_vl", picture_chats), ("gemma3", picture_answers)}
@@ -50,13 +52,19 @@ families_and_rows = pytest.mark.parametrize(
 )
 
 
-def trainer_of(trainer_class, config_class, family, rows, model=None, arguments=None, **options):
+def sft(family, rows, model=None, make=trainings.sft, **options):
     processor = vision_processor(family)
-    options = {"max_length": None, "per_device_train_batch_size": 2, **options}
-    return trainer_class(
-        model or vision_model(family, processor), args=train_args(config_class, **options), train_dataset=rows,
-        eval_dataset=rows.select(range(3)), processing_class=processor, **(arguments or {}),
-    )  # fmt: skip
+    model = vision_model(family, processor) if model is None else model
+    options = {"max_length": None, "per_device_train_batch_size": 2, "processing_class": processor, **options}
+    return make(model, data=rows, eval_data=rows.select(range(3)), **options)
+
+
+def ours(family, rows, **options):
+    return sft(family, rows, config=LigerConfig, **options)
+
+
+def distill(family, rows, teacher, **options):
+    return sft(family, rows, make=trainings.distill, teacher=teacher, **options)
 
 
 def first_step(trainer, count=2):
@@ -69,38 +77,33 @@ def first_step(trainer, count=2):
     return loss.item(), gradients(trainer.model), batch
 
 
+def assert_same_step(got, want, count=2):
+    (loss, gradients, _), (expected, theirs, _) = first_step(got, count), first_step(want, count)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert_same_gradients(gradients, theirs)
+    return gradients
+
+
 @families_and_rows
 def test_loss_and_gradients_are_those_of_trl(family, rows):
     """Also the weights and losses after steps, by the optimizer, and the evaluation."""
     data = rows(6)
-    stock = trainer_of(SFTTrainer, SFTConfig, family, data, max_steps=2)
-    ours = trainer_of(LigerTrainer, SFTConfig, family, data, max_steps=2)
-    want, got = first_step(stock), first_step(ours)
-    assert got[0] == pytest.approx(want[0], rel=1e-5)
-    assert_same_gradients(got[1], want[1])
-    assert any("visual" in name or "vision" in name for name, g in got[1].items() if g.abs().sum() > 0)
-    for trainer in (stock, ours):
-        trainer.train()
-    logs = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in (stock, ours)]
-    assert logs[1] == pytest.approx(logs[0], rel=1e-4)
-    assert ours.evaluate()["eval_loss"] == pytest.approx(_eval_loss(stock), rel=1e-3)
-
-
-def _eval_loss(trainer):
-    """TRL's mean over batches is over tokens where there is one batch."""
-    trainer.args.per_device_eval_batch_size = 8
-    return trainer.evaluate()["eval_loss"]
+    stock, mine = (sft(family, data, cls=cls, max_steps=2) for cls in (SFTTrainer, LigerTrainer))
+    got = assert_same_step(mine, stock)
+    assert any("visual" in name or "vision" in name for name, g in got.items() if g.abs().sum() > 0)
+    assert logged(trained(mine)) == pytest.approx(logged(trained(stock)), rel=1e-4)
+    stock.args.per_device_eval_batch_size = 8  # TRL's mean over batches is over tokens where there is one batch
+    assert mine.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-3)
 
 
 @families("gemma3")
 def test_image_tokens_are_learned_only_if_asked(family):
     data = picture_chats(4)
-    ours = trainer_of(LigerTrainer, LigerConfig, family, data)
-    got, gradients_without, batch = first_step(ours)
-    ids = torch.tensor(placeholder_ids(ours.model.config))
+    mine, stock = ours(family, data), sft(family, data, cls=SFTTrainer)
+    *_, batch = first_step(mine)
+    ids = torch.tensor(placeholder_ids(mine.model.config))
     places = torch.isin(batch["input_ids"], ids)
     assert places.any() and (batch["labels"][places] == -100).all()
-    stock = trainer_of(SFTTrainer, SFTConfig, family, data)
     collate = stock.data_collator
 
     def masked(rows):
@@ -109,48 +112,37 @@ def test_image_tokens_are_learned_only_if_asked(family):
         return batch
 
     stock.data_collator = masked
-    want, gradients_masked, _ = first_step(stock)
-    assert got == pytest.approx(want, rel=1e-5)
-    assert_same_gradients(gradients_without, gradients_masked)
-    learning = trainer_of(LigerTrainer, LigerConfig, family, data, learn_image_tokens=True)
+    assert_same_step(mine, stock)
+    learning = ours(family, data, learn_image_tokens=True)
     assert (learning.data_collator([data[0], data[1]])["labels"][places] != -100).all()
-    assert first_step(learning)[0] == pytest.approx(first_step(trainer_of(SFTTrainer, SFTConfig, family, data))[0])
+    assert first_step(learning)[0] == pytest.approx(first_step(sft(family, data, cls=SFTTrainer))[0])
 
 
-@MARKS
-def test_answers_alone_by_the_marks_of_the_template():
-    data = picture_chats(4)
-    stock = trainer_of(SFTTrainer, SFTConfig, "gemma3", data, assistant_only_loss=True)
-    ours = trainer_of(LigerTrainer, LigerConfig, "gemma3", data, assistant_only_loss=True)
-    want, got = first_step(stock), first_step(ours)
-    assert got[0] == pytest.approx(want[0], rel=1e-5)
-    assert_same_gradients(got[1], want[1])
-
-
-def test_rows_without_images_beside_rows_with_them():
+def without_an_image():
     rows = [picture_chats(3)[i] for i in range(3)]
-    rows[1] = {**rows[1], "images": []}
-    data = Dataset.from_list(rows)
-    want, got = (
-        first_step(trainer_of(*c, "gemma3", data), 3) for c in ((SFTTrainer, SFTConfig), (LigerTrainer, SFTConfig))
-    )
-    assert got[0] == pytest.approx(want[0], rel=1e-5)
-    assert_same_gradients(got[1], want[1])
+    return Dataset.from_list([rows[0], {**rows[1], "images": []}, rows[2]])
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [pytest.param(lambda: picture_chats(4), {"assistant_only_loss": True}, marks=MARKS, id="answers by marks"),
+     pytest.param(without_an_image, {}, id="rows without images beside rows with them")],
+)  # fmt: skip
+def test_rows_of_other_forms(rows, options):
+    data = rows()
+    mine, stock = (sft("gemma3", data, cls=cls, **options) for cls in (LigerTrainer, SFTTrainer))
+    assert_same_step(mine, stock, 3)
 
 
 def test_max_length_cuts_text_as_trl_does_and_never_images():
     data = picture_answers(4)
-    stock, ours = (
-        trainer_of(*classes, "llava", data, max_length=22)
-        for classes in ((SFTTrainer, SFTConfig), (LigerTrainer, SFTConfig))
-    )
+    stock, mine = (sft("llava", data, cls=cls, max_length=22) for cls in (SFTTrainer, LigerTrainer))
     rows = [data[i] for i in range(4)]
-    want, got = stock.data_collator(copy.deepcopy(rows)), ours.data_collator(copy.deepcopy(rows))
+    want, got = stock.data_collator(copy.deepcopy(rows)), mine.data_collator(copy.deepcopy(rows))
     assert got["input_ids"].shape[1] == 22
     assert {name: value.tolist() for name, value in got.items()} == {n: v.tolist() for n, v in want.items()}
-    short = trainer_of(LigerTrainer, SFTConfig, "llava", data, max_length=12)
     with pytest.raises(DataError, match=r"16 of them for its images \(\d+ x \d+ pixels\).*max_length=12"):
-        short.train()
+        sft("llava", data, max_length=12).train()
 
 
 @pytest.mark.parametrize(
@@ -164,15 +156,12 @@ def test_max_length_cuts_text_as_trl_does_and_never_images():
 )
 def test_settings_that_rows_with_images_cannot_have(options, words):
     with pytest.raises(ConfigError, match=words):
-        trainer_of(LigerTrainer, LigerConfig, "llava", picture_chats(4), **options)
+        ours("llava", picture_chats(4), **options)
 
 
 def test_a_frozen_tower_gets_no_gradients_and_the_rest_what_it_got():
     data = picture_chats(4)
-    whole, frozen = (
-        trainer_of(LigerTrainer, LigerConfig, "gemma3", data, max_steps=1, freeze_vision_tower=freeze)
-        for freeze in (False, True)
-    )
+    whole, frozen = (ours("gemma3", data, max_steps=1, freeze_vision_tower=freeze) for freeze in (False, True))
     want, got = first_step(whole)[1], first_step(frozen)[1]
     tower, _ = vision_tower(frozen.model)
     assert not any(name.startswith(tower) for name in got)
@@ -188,9 +177,9 @@ def test_adapters_pass_a_frozen_tower_over_and_it_keeps_nothing_for_a_backward(f
     for freeze in (False, True):
         model = vision_model(family)
         torch.manual_seed(3)
-        trainer = trainer_of(
-            LigerTrainer, LigerConfig, family, data, model=model, arguments={"peft_config": lora}, max_steps=1,
-            freeze_vision_tower=freeze, gradient_checkpointing=True,
+        trainer = ours(
+            family, data, model=model, peft_config=lora, max_steps=1, freeze_vision_tower=freeze,
+            gradient_checkpointing=True,
         )  # fmt: skip
         path, tower = vision_tower(trainer.model)
         handle = tower.register_forward_hook(
@@ -204,16 +193,7 @@ def test_adapters_pass_a_frozen_tower_over_and_it_keeps_nothing_for_a_backward(f
     assert got[True] and "forward" not in vars(tower)
     with pytest.raises(ConfigError, match="adapters, or weights that are trained beside them, lie in"):
         within = LoraConfig(r=4, target_modules="all-linear", exclude_modules=["lm_head"])
-        trainer_of(
-            LigerTrainer, LigerConfig, family, data, arguments={"peft_config": within}, freeze_vision_tower=True
-        )  # fmt: skip
-
-
-def distiller(family, rows, knows, arguments=None, **options):
-    return trainer_of(
-        LigerDistillTrainer, LigerDistillConfig, family, rows, arguments={"teacher_model": knows, **(arguments or {})},
-        **options,
-    )  # fmt: skip
+        ours(family, data, peft_config=within, freeze_vision_tower=True)
 
 
 def by_hand(model, teacher, batch, kind="forward_kl", teacher_batch=None):
@@ -235,7 +215,7 @@ def by_hand(model, teacher, batch, kind="forward_kl", teacher_batch=None):
 def test_a_teacher_that_sees_the_same_images(family, rows):
     """No image token is compared: the divergence is over learned tokens, which leave placeholders out."""
     teacher = vision_model(family, seed=1, num_hidden_layers=3)
-    trainer = distiller(family, rows(4), copy.deepcopy(teacher))
+    trainer = distill(family, rows(4), copy.deepcopy(teacher))
     loss, got, batch = first_step(trainer)
     places = torch.isin(batch["input_ids"], torch.tensor(placeholder_ids(trainer.model.config)))
     assert places.any() and (batch["labels"][places] == -100).all()
@@ -261,7 +241,7 @@ def larger_images():
 def test_a_teacher_whose_own_processor_draws_larger_images(rows):
     data, (teacher, processor) = rows(4), larger_images()
     options = {"assistant_only_loss": True} if rows is picture_chats else {}
-    trainer = distiller("gemma3", data, copy.deepcopy(teacher), {"teacher_processor": processor}, **options)
+    trainer = distill("gemma3", data, copy.deepcopy(teacher), teacher_processor=processor, **options)
     loss, got, batch = first_step(trainer)
     own = {k.removeprefix("teacher_reads/"): v for k, v in batch.items() if k.startswith("teacher_reads/")}
     assert own["input_ids"].shape[1] > batch["input_ids"].shape[1] and own["pixel_values"].shape[-1] == 48
@@ -281,17 +261,17 @@ def test_a_teacher_whose_own_processor_draws_larger_images(rows):
 
 def test_a_processor_that_writes_learned_tokens_otherwise_is_refused():
     teacher, processor = larger_images()
-    trainer = distiller("gemma3", picture_chats(4), teacher, {"teacher_processor": processor}, learn_image_tokens=True)
+    trainer = distill("gemma3", picture_chats(4), teacher, teacher_processor=processor, learn_image_tokens=True)
     with pytest.raises(DataError, match="Learn the answers alone"):
         first_step(trainer)
 
 
 def test_a_student_without_its_adapters_and_several_teachers():
     rows, lora = picture_answers(4), LoraConfig(r=4, target_modules="all-linear")
-    alone = distiller("gemma3", rows, None, {"peft_config": lora}, teacher="self")
+    alone = distill("gemma3", rows, "self", peft_config=lora)
     assert first_step(alone)[0] == pytest.approx(0.0, abs=1e-6)
     teachers = {name: vision_model("gemma3", seed=seed) for seed, name in ((1, "one"), (2, "two"))}
-    both = first_step(distiller("gemma3", rows, {k: copy.deepcopy(v) for k, v in teachers.items()}))
+    both = first_step(distill("gemma3", rows, {k: copy.deepcopy(v) for k, v in teachers.items()}))
     each = [by_hand(vision_model("gemma3"), teacher, both[2])[0] for teacher in teachers.values()]
     assert both[0] == pytest.approx(sum(each), rel=1e-5)
 
@@ -300,18 +280,18 @@ def test_hidden_states_of_the_decoder_are_compared():
     rows = picture_answers(4)
     losses = [{"type": "forward_kl", "weight": 1.0}, {"type": "hidden_mse", "weight": 1.0}]
     teacher = vision_model("qwen3_vl", seed=1)
-    alone = first_step(distiller("qwen3_vl", rows, copy.deepcopy(teacher)))[0]
-    both = first_step(distiller("qwen3_vl", rows, copy.deepcopy(teacher), losses=losses))[0]
+    alone = first_step(distill("qwen3_vl", rows, copy.deepcopy(teacher)))[0]
+    both = first_step(distill("qwen3_vl", rows, copy.deepcopy(teacher), losses=losses))[0]
     assert both > alone
+
+
+SERVER = {"teacher_server_base_url": "http://localhost:1/v1", "teacher_server_model": "m"}
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
-        (
-            {"teacher": "server", "teacher_server_base_url": "http://localhost:1/v1", "teacher_server_model": "m"},
-            "text",
-        ),
+        ({**SERVER, "teacher": "server"}, "text"),
         ({"teacher": "cache", "teacher_cache_dir": "/nowhere"}, "teacher: cache knows rows of text alone"),
         ({"lmbda": 0.5}, "samples does not go with rows that have images"),
         ({"teacher_prompt": "Be kind."}, "teacher_prompt does not go"),
@@ -320,52 +300,46 @@ def test_hidden_states_of_the_decoder_are_compared():
 )
 def test_teachers_that_cannot_see(options, words):
     with pytest.raises(ConfigError, match=words):
-        distiller("gemma3", picture_answers(4), None, **options)
+        distill("gemma3", picture_answers(4), **{"teacher": vision_model("gemma3", seed=1), **options})
 
 
 def test_models_that_cannot_see():
     text = tiny_model("llama", vocab_size=72)
     with pytest.raises(ConfigError, match="LlamaForCausalLM, takes none"):
-        distiller("gemma3", picture_answers(4), text)
+        distill("gemma3", picture_answers(4), text)
     with pytest.raises(ConfigError, match="LlamaForCausalLM takes none"):
-        trainer_of(LigerTrainer, LigerConfig, "gemma3", picture_answers(4), model=text)
+        ours("gemma3", picture_answers(4), model=text)
     with pytest.raises(ConfigError, match="Pass the processor that belongs to the model"):
-        trainer_of(LigerTrainer, LigerConfig, "gemma3", picture_answers(4), model=vision_model("internvl"))
+        ours("gemma3", picture_answers(4), model=vision_model("internvl"))
 
 
 @families("qwen2_5_vl")
 def test_the_callback_of_an_unmodified_trainer(family):
     """It learns what TRL's labels say, from a teacher that sees the same images."""
     rows, teacher = picture_answers(6), vision_model(family, seed=1)
-    ours = distiller(family, rows, copy.deepcopy(teacher), max_steps=2)
+    mine = trained(distill(family, rows, copy.deepcopy(teacher), max_steps=2))
     callback = DistillationCallback(copy.deepcopy(teacher))
-    stock = trainer_of(SFTTrainer, SFTConfig, family, rows, arguments={"callbacks": [callback]}, max_steps=2)
-    for trainer in (ours, stock):
-        trainer.train()
-    logs = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in (ours, stock)]
-    assert logs[0] == pytest.approx(logs[1], rel=1e-5) and len(logs[0]) == 2
+    stock = trained(sft(family, rows, cls=SFTTrainer, callbacks=[callback], max_steps=2))
+    assert logged(mine) == pytest.approx(logged(stock), rel=1e-5) and len(logged(mine)) == 2
 
 
 def test_models_by_their_names_with_the_processors_beside_them(tmp_path):
-    """The teacher's own processor is noticed; a checkpoint is resumed, with its processor beside it."""
+    """The teacher's own processor is noticed; a checkpoint is resumed, with its processor next to it."""
     student, (teacher, processor) = vision_model("gemma3"), larger_images()
     student.save_pretrained(tmp_path / "student"), vision_processor("gemma3").save_pretrained(tmp_path / "student")
     teacher.save_pretrained(tmp_path / "teacher"), processor.save_pretrained(tmp_path / "teacher")
     options = {"output_dir": str(tmp_path / "out"), "save_strategy": "steps", "save_steps": 1, "max_length": None}
 
-    def trainer(steps):
-        return LigerDistillTrainer(
-            str(tmp_path / "student"), teacher_model=str(tmp_path / "teacher"), train_dataset=picture_answers(8),
-            args=train_args(LigerDistillConfig, max_steps=steps, per_device_train_batch_size=2, **options),
+    def trainer():
+        return trainings.distill(
+            str(tmp_path / "student"), str(tmp_path / "teacher"), picture_answers(8), max_steps=2,
+            per_device_train_batch_size=2, processing_class=None, **options,
         )  # fmt: skip
 
-    whole = trainer(2)
+    whole = trained(trainer())
     assert type(whole.data_collator).__name__ == "OwnImages"
-    whole.train()
-    resumed = trainer(2)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
-    losses = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in (whole, resumed)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and len(losses[0]) == 2
+    resumed = trained(trainer(), str(tmp_path / "out" / "checkpoint-1"))
+    assert logged(resumed) == pytest.approx(logged(whole), rel=1e-6) and len(logged(whole)) == 2
     beside = transformers.AutoProcessor.from_pretrained(tmp_path / "out" / "checkpoint-2")
     assert beside.image_processor.size["height"] == 32
 
@@ -373,7 +347,7 @@ def test_models_by_their_names_with_the_processors_beside_them(tmp_path):
 @families("qwen2_5_vl")
 def test_packed_rows_of_text_are_documents_one_by_one(family):
     """Stock Qwen2.5-VL lets packed documents see one another."""
-    trainer = trainer_of(LigerTrainer, LigerConfig, family, completions(12), packing=True, max_length=32)
+    trainer = ours(family, completions(12), packing=True, max_length=32)
     got, grads, batch = first_step(trainer)
     model, ends, losses = vision_model(family).train(), batch["cu_seq_lens_q"].tolist(), []
     for start, end in zip(ends, ends[1:], strict=False):
@@ -383,3 +357,59 @@ def test_packed_rows_of_text_are_documents_one_by_one(family):
     loss = torch.cat(losses).mean()
     assert len(losses) > 3 and got == pytest.approx(loss.item(), rel=1e-5)
     assert_same_gradients(grads, named_gradients(model, loss))
+
+
+# On a GPU: Triton kernels in both towers, and decoder layers in CUDA graphs
+
+on_gpu, every_family = pytest.mark.gpu, pytest.mark.parametrize("family", VISION_FAMILIES)
+
+
+@on_gpu
+@every_family
+def test_loss_and_gradients_are_those_of_the_plain_model_on_a_gpu(family):
+    """In fp32 without TF32; the rotation, norms and MLPs of both towers run as kernels."""
+    processor = vision_processor(family)
+    rows = picture_chats(3)
+    batch = DataCollatorForVisionLanguageModeling(processor)([rows[i] for i in range(3)])
+    inputs = {name: value.cuda() for name, value in batch.items()}
+    model = vision_model(family, processor).cuda().train()
+    plain = copy.deepcopy(model)
+    want = plain(**inputs).loss
+    with patch(model):
+        got = model(**inputs).loss
+        assert got.item() == pytest.approx(want.item(), rel=1e-5)
+        assert_same_gradients(named_gradients(model, got), named_gradients(plain, want), 1e-4)
+
+
+def of_one_shape(count=8):
+    """Rows of as many tokens and patches, so that graphs are recorded and replayed."""
+    row = picture_answers(1)[0]
+    return Dataset.from_list([row] * count)
+
+
+def on_a_gpu(family, make=trainings.sft, **options):
+    processor = vision_processor(family)
+    options = {"max_steps": 6, "per_device_train_batch_size": 2, "max_length": None, "use_cpu": False, **options}
+    model = vision_model(family, processor)
+    return trained(make(model, data=of_one_shape(12), processing_class=processor, **options))
+
+
+@on_gpu
+@every_family
+def test_layers_in_graphs_train_as_they_do_without(family):
+    want = on_a_gpu(family, cls=SFTTrainer)
+    trainer = on_a_gpu(family, config=LigerConfig, cuda_graphs="always")
+    assert logged(trainer) == pytest.approx(logged(want), rel=1e-3)
+    if family != "gemma4":  # whose layers write keys and values into a dictionary
+        assert "layers of the student" in trainer.graph_reports["student"]
+
+
+@on_gpu
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_distillation_with_graphs_of_both_models(family):
+    never, always = (
+        logged(on_a_gpu(family, trainings.distill, teacher=vision_model(family, seed=1), cuda_graphs=graphs))
+        for graphs in ("never", "always")
+    )
+    assert always == pytest.approx(never, rel=1e-3)
+    assert torch.tensor(always).isfinite().all()

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from caches import CACHED_RUN, captured, config, end_of, files_of, teacher_model, trainer_of
+from caches import CACHED_RUN, captured, config, end_of, files_of, other_tokenizer, teacher_model, trainer_of
+from datasets import Dataset
 from foreign_records import (
     DELTAS,
     EXACT,
@@ -22,8 +23,8 @@ from foreign_records import (
     write_vllm_parquet,
 )
 from quick_cases import slow_but
-from splits import capture_gradients
 from tiny import VOCAB, chats, completions, texts, tiny_model, tiny_tokenizer
+from trainings import step
 
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.extras.foreign_caches.distillkit_records import Compression, unpacked
@@ -31,10 +32,11 @@ from liger_trainer.extras.foreign_caches.import_cache import import_cache
 from liger_trainer.extras.foreign_caches.vllm_records import VLLMRecords
 from liger_trainer.teachers.cache.store import INDEX, TeacherCache, read_index
 from liger_trainer.teachers.row_keys import documents
+from liger_trainer.trainers import capture as cache_capture
 from liger_trainer.trainers.row_preparation import prepare_rows
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
-STEP = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.0, "bf16": False}
+STEP = {"cache_bits": 16, "max_steps": 1, "optim": "sgd", "learning_rate": 0.0, "bf16": False}
 
 
 def token_rows(data, **options):
@@ -98,7 +100,7 @@ def ours(tmp_path_factory):
 @pytest.mark.parametrize("form", slow_but(FORMS, "outputs", "completions", "two files", "structs in Parquet"))
 def test_vllms_records_are_our_own_capture(ours, tmp_path, form):
     capture, made = ours
-    args = imported(tmp_path / "c", FORMS[form](tmp_path, made), cache_bits=16)
+    imported(tmp_path / "c", FORMS[form](tmp_path, made), cache_bits=16)
     assert_same_caches(tmp_path / "c", capture)
     index = read_index(tmp_path / "c")
     assert index.settings.unknown == ("entropy",) and index.settings.entries == 9
@@ -106,7 +108,7 @@ def test_vllms_records_are_our_own_capture(ours, tmp_path, form):
     assert index.teacher.name == "teacher-7b" or form not in ("completions", "batch run")
     if form != "outputs":
         return
-    (logs, got), (truth, want) = (step(trainer_of(a)) for a in (args, config(capture, cache_bits=16, **STEP)))
+    (logs, got), (truth, want) = (step(trainer_of(config(folder, **STEP))) for folder in (tmp_path / "c", capture))
     assert "teacher_entropy" in truth and "teacher_entropy" not in logs
     for name in ("loss", "forward_kl", "agreement_at_1", "teacher_perplexity"):
         assert logs[name] == pytest.approx(truth[name], rel=1e-3), name
@@ -114,20 +116,12 @@ def test_vllms_records_are_our_own_capture(ours, tmp_path, form):
         torch.testing.assert_close(got[name], gradient, rtol=1e-2, atol=1e-4, msg=name)
 
 
-def step(trainer):
-    for name, value in STEP.items():
-        setattr(trainer.args, name, value)
-    gradients = capture_gradients(trainer)
-    trainer.train()
-    return trainer.state.log_history[0], gradients
-
-
 def test_distillkits_records_are_our_own_capture(ours, tmp_path):
     rows = [distillkit_row(teacher_model(), ids, EXACT) for ids in token_rows(completions())]
-    args = imported(tmp_path / "c", write_distillkit(tmp_path / "d", rows, EXACT), "distillkit", cache_bits=16)
+    imported(tmp_path / "c", write_distillkit(tmp_path / "d", rows, EXACT), "distillkit", cache_bits=16)
     assert_same_caches(tmp_path / "c", ours[0], labels=False)
     assert read_index(tmp_path / "c").settings.unknown == ("label_log_prob", "entropy")
-    (logs, _), (truth, _) = (step(trainer_of(a)) for a in (args, config(ours[0], cache_bits=16)))
+    (logs, _), (truth, _) = (step(trainer_of(config(folder, **STEP))) for folder in (tmp_path / "c", ours[0]))
     assert logs["loss"] == pytest.approx(truth["loss"], rel=1e-3)
     assert {"teacher_entropy", "teacher_perplexity"} & logs.keys() == set()
 
@@ -140,12 +134,10 @@ def test_ids_that_were_sent_stand_beside_an_answer_without_them(tmp_path):
     assert row.ids.tolist() == [3, 5, 9] and row.entries == 4
 
 
+BIN = {"scale_dtype": "float32", "num_elements": 3}
 UNALIGNED = {
     "d": 64, "k": 6, "exact_k": 0, "exact_dtype": "float32", "delta_encoding": False,
-    "residual_bins": [
-        {"scale_dtype": "float32", "element_bits": 5, "num_elements": 3},
-        {"scale_dtype": "float32", "element_bits": 6, "num_elements": 3},
-    ],
+    "residual_bins": [{**BIN, "element_bits": 5}, {**BIN, "element_bits": 6}],
 }  # fmt: skip
 
 
@@ -209,36 +201,22 @@ def test_the_whole_vocabulary_and_a_part_of_what_is_there(tmp_path):
     assert_same_caches(tmp_path / "four", tmp_path / "our_four")
 
 
-def at(place, **entries):
+def at(place, change):
     """A change of what the first row lists at a place."""
+    return lambda rows: change(rows[0]["prompt_logprobs"][place])
 
-    def change(rows):
-        for token, log_prob in entries.items():
-            rows[0]["prompt_logprobs"][place][token] = {"logprob": log_prob, "rank": 1}
 
-    return change  # fmt: skip
+def listing(token, log_prob):
+    return lambda listed: listed.update({token: {"logprob": log_prob, "rank": 1}})
+
+
+def all_of(log_prob):
+    return lambda listed: [entry.update(logprob=log_prob) for entry in listed.values()]
 
 
 def another_token(rows):
     listed = rows[0]["prompt_logprobs"][2]
     rows[0]["prompt_token_ids"][2] = next(token for token in range(VOCAB) if str(token) not in listed)
-
-
-def taken(rows):
-    listed = rows[0]["prompt_logprobs"][6]
-    for token in list(listed):
-        if int(token) != rows[0]["prompt_token_ids"][6]:
-            listed.pop(token)
-
-
-def nan_everywhere(rows):
-    for entry in rows[0]["prompt_logprobs"][6].values():
-        entry["logprob"] = float("nan")
-
-
-def minus_infinity(rows):
-    for entry in rows[0]["prompt_logprobs"][6].values():
-        entry["logprob"] = -float("inf")
 
 
 @pytest.mark.parametrize(
@@ -251,10 +229,14 @@ def minus_infinity(rows):
         (lambda rows: rows[1].pop("prompt_logprobs"), DataError, "a.jsonl:2 has no prompt_logprobs; it has request_id"),
         (lambda rows: rows.__setitem__(1, [1, 2]), DataError, "a.jsonl:2 is no answer of vLLM: expected an object"),
         (lambda rows: rows[0]["prompt_logprobs"].__setitem__(4, 7), DataError, "a.jsonl:1: place 4 of prompt_logprobs"),
-        (at(6, **{"70": -1.0}), ConfigError, "a.jsonl:1 lists token 70, and the student's tokenizer has 64"),
-        (at(6, **{"50": 0.4}), DataError, "a.jsonl:1: at place 6, the probabilities add up to .*1 at most"),
-        (nan_everywhere, DataError, "a.jsonl:1: at place 6, the log-probabilities are NaN"),
-        (minus_infinity, DataError, "a.jsonl:1: at place 6, the log-probabilities are NaN, or -inf for every"),
+        (at(6, listing("70", -1.0)), ConfigError, "a.jsonl:1 lists token 70, and the student's tokenizer has 64"),
+        (at(6, listing("50", 0.4)), DataError, "a.jsonl:1: at place 6, the probabilities add up to .*1 at most"),
+        (at(6, all_of(float("nan"))), DataError, "a.jsonl:1: at place 6, the log-probabilities are NaN"),
+        (
+            at(6, all_of(-float("inf"))),
+            DataError,
+            "a.jsonl:1: at place 6, the log-probabilities are NaN, or -inf for every",
+        ),
     ],
 )
 def test_vllms_records_that_are_refused(ours, tmp_path, change, error, message):
@@ -266,7 +248,7 @@ def test_vllms_records_that_are_refused(ours, tmp_path, change, error, message):
 
 
 def test_the_token_that_stands_there_is_no_likely_one_for_that(tmp_path):
-    """vLLM lists it beside the k likeliest, with its rank among all; a tie with the last of them counts."""
+    """vLLM lists it besides the k likeliest, with its rank among all; a tie with the last of them counts."""
     likely = {"4": {"logprob": -0.5, "rank": 1}, "7": {"logprob": -1.5, "rank": 2}}
     for rank, entries in ((40, 2), (3, 3), (None, 3)):
         places = [None, {"9": {"logprob": -6.0, "rank": rank}, **likely}]
@@ -281,19 +263,16 @@ def test_places_that_list_fewer(ours, tmp_path):
     """By default the fewest; a number that is not there is refused."""
     rows = json.loads(json.dumps(ours[1]))
     for row in rows:
-        taken([row])
-    file = write_lines(tmp_path / "a.jsonl", rows)
+        own = str(row["prompt_token_ids"][6])
+        row["prompt_logprobs"][6] = {token: x for token, x in row["prompt_logprobs"][6].items() if token == own}
     with pytest.raises(ConfigError, match="cache_entries is 9, and .*a.jsonl lists [01] tokens at some place"):
-        imported(tmp_path / "c", file, cache_entries=9)
+        imported(tmp_path / "c", write_lines(tmp_path / "a.jsonl", rows), cache_entries=9)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            {"d": 300},
-            r"/d, row \d+ has 7 bytes a place in bytepacked_indices, and .* \(d 300, k 9\) there are 11",
-        ),
+        ({"d": 300}, r"/d, row \d+ has 7 bytes a place in bytepacked_indices, and .* \(d 300, k 9\) there are 11"),
         ({"exact_dtype": "bfloat16"}, "36 bytes a place in compressed_logprobs, and .* there are 18"),
         ({"k": 4}, "k 4 is less than exact_k 9"),
         ({"kk": 4}, "unknown key kk"),
@@ -315,24 +294,20 @@ def test_distillkits_compression_that_is_not_the_records(tmp_path, change, messa
 
 
 def test_what_cannot_be_imported(ours, tmp_path):
-    file = write_lines(tmp_path / "a.jsonl", ours[1])
-    for options, message in (
-        ({"temperature": 2.0}, "the records are of temperature 1, the loss is of 2.0"),
-        ({"cache_tail_draws": 4}, "leave cache_kind at topk, and cache_tail_draws out; got topk, 4"),
-        ({"cache_kind": "sampled", "cache_tail_draws": None}, "leave cache_kind at topk"),
-        ({"teacher_model_name_or_path": "x"}, "teacher_model_name_or_path: records are imported"),
+    file, other = write_lines(tmp_path / "a.jsonl", ours[1]), {"tool": "distillkit"}
+    maps = write_vllm_parquet(tmp_path / "maps.parquet", ours[1], "map")
+    for records, options, message in (
+        (file, {"temperature": 2.0}, "the records are of temperature 1, the loss is of 2.0"),
+        (file, {"cache_tail_draws": 4}, "leave cache_kind at topk, and cache_tail_draws out; got topk, 4"),
+        (file, {"cache_kind": "sampled", "cache_tail_draws": None}, "leave cache_kind at topk"),
+        (file, {"teacher_model_name_or_path": "x"}, "teacher_model_name_or_path: records are imported"),
+        (tmp_path / "nothing.jsonl", {}, "nothing.jsonl: no such file or folder"),
+        (file, {"compression": file}, "compression: only DistillKit's records"),
+        (file, other, "expected a Parquet file of DistillKit"),
+        (maps, {}, "maps.parquet cannot be read .*Write prompt_logprobs as JSON text"),
     ):
         with pytest.raises(ConfigError, match=message):
-            imported(tmp_path / "c", file, **options)
-    with pytest.raises(ConfigError, match="nothing.jsonl: no such file or folder"):
-        imported(tmp_path / "c", tmp_path / "nothing.jsonl")
-    with pytest.raises(ConfigError, match="compression: only DistillKit's records"):
-        imported(tmp_path / "c", file, compression=file)
-    with pytest.raises(ConfigError, match="expected a Parquet file of DistillKit"):
-        imported(tmp_path / "c", file, "distillkit")
-    maps = write_vllm_parquet(tmp_path / "maps.parquet", ours[1], "map")
-    with pytest.raises(ConfigError, match="maps.parquet cannot be read .*Write prompt_logprobs as JSON text"):
-        imported(tmp_path / "c", maps)
+            imported(tmp_path / "c", records, **options)
     args = imported(tmp_path / "c", file)
     with pytest.raises(ConfigError, match="was imported from records of vllm, which cannot be compared"):
         trainer_of(args, teacher=teacher_model())
@@ -341,8 +316,6 @@ def test_what_cannot_be_imported(ours, tmp_path):
 
 
 def test_the_teachers_tokenizer_is_compared_where_it_is_named(ours, tmp_path):
-    from caches import other_tokenizer
-
     file = write_lines(tmp_path / "a.jsonl", ours[1])
     tiny_tokenizer().save_pretrained(tmp_path / "same")
     imported(tmp_path / "c", file, teacher_tokenizer_name_or_path=str(tmp_path / "same"))
@@ -352,8 +325,6 @@ def test_the_teachers_tokenizer_is_compared_where_it_is_named(ours, tmp_path):
 
 
 def test_an_import_that_was_interrupted_goes_on(ours, tmp_path, monkeypatch):
-    from liger_trainer.trainers import capture as cache_capture
-
     file = write_lines(tmp_path / "a.jsonl", ours[1])
     monkeypatch.setattr(cache_capture, "MIB", 512)
     imported(tmp_path / "whole", file, cache_shard_mb=1)
@@ -362,10 +333,9 @@ def test_an_import_that_was_interrupted_goes_on(ours, tmp_path, monkeypatch):
         if done > total // 2:
             raise KeyboardInterrupt
 
+    args = config(tmp_path / "c", cache_shard_mb=1)
     with pytest.raises(KeyboardInterrupt):
-        import_cache(
-            file, "vllm", config(tmp_path / "c", cache_shard_mb=1), tiny_tokenizer(), completions(), None, stop
-        )
+        import_cache(file, "vllm", args, tiny_tokenizer(), completions(), None, stop)
     assert 0 < read_index(tmp_path / "c").tokens_read < read_index(tmp_path / "whole").tokens
     with pytest.raises(ConfigError, match="settings.bits: 8 there, 16 now"):
         imported(tmp_path / "c", file, cache_shard_mb=1, cache_bits=16)
@@ -381,12 +351,9 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     rows = [{"prompt": f"w{i} w{i + 1}", "completion": f" w{i + 2}"} for i in range(20)]
     write_lines(Path("rows.jsonl"), rows)
     Path("run.yaml").write_text(CACHED_RUN)
-    from datasets import Dataset
-
     teacher = tiny_model(seed=1)
-    write_lines(
-        Path("records.jsonl"), [answer_of(output_of(teacher, r, 12)) for r in token_rows(Dataset.from_list(rows))]
-    )
+    made = [output_of(teacher, ids, 12) for ids in token_rows(Dataset.from_list(rows))]
+    write_lines(Path("records.jsonl"), map(answer_of, made))
     command = "cache", "import", "run.yaml", "--from", "vllm"
     code, said = end_of(capsys, *command, "--records", "records.jsonl", "--cache_bits", "16")
     assert code == 0, said

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from peft import LoraConfig
-from tiny import FirstGradients, completions, tiny_model, tiny_tokenizer, train_args
+from tiny import FirstGradients, tiny_model
+from trainings import logged, sft
 
 from liger_trainer import LigerConfig, LigerTrainer
 from liger_trainer.errors import ConfigError
@@ -14,18 +15,17 @@ LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_
 LAYERS, INNER = 4, 48
 
 
-def trainer_of(model, adapters=None, callbacks=(), **options) -> LigerTrainer:
-    return LigerTrainer(
-        model, args=train_args(LigerConfig, max_steps=2, **options), train_dataset=completions(), peft_config=adapters,
-        processing_class=tiny_tokenizer(), callbacks=[*callbacks],
-    )  # fmt: skip
+def trainer_of(model, **options) -> LigerTrainer:
+    return sft(model, config=LigerConfig, max_steps=2, **options)
 
 
 def trained(memory: str, adapters) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
     """Return the losses, the gradients of the first step, and its bytes of the width of gate and up, and of others."""
     first, kept = FirstGradients(), {}
     torch.manual_seed(0)
-    trainer = trainer_of(tiny_model("qwen3", num_hidden_layers=LAYERS), adapters, [first], memory=memory)
+    trainer = trainer_of(
+        tiny_model("qwen3", num_hidden_layers=LAYERS), peft_config=adapters, callbacks=[first], memory=memory
+    )
     parameters = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,9 +38,8 @@ def trained(memory: str, adapters) -> tuple[list[float], dict[str, torch.Tensor]
         trainer.train()
     report, layers = trainer.patched.report.swapped, {"fast": 0, "balanced": LAYERS // 2, "lean": LAYERS}[memory]
     assert report[KIND] == layers and (KIND in str(trainer.patched.report)) == bool(layers)
-    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     gate_and_up = sum(size for is_wide, size in kept.values() if is_wide)
-    return losses, first.values, gate_and_up, sum(size for _, size in kept.values())
+    return logged(trainer), first.values, gate_and_up, sum(size for _, size in kept.values())
 
 
 @pytest.mark.parametrize("adapters", [None, LORA], ids=["full", "lora"])
@@ -83,11 +82,3 @@ def test_a_model_without_such_an_mlp():
         trainer_of(model, memory="lean")
     assert patched_record(model) is record
     trainer_of(tiny_model("gpt2"), memory="fast")
-
-
-@pytest.mark.parametrize("other", ["gradient_checkpointing", "torch_compile"])
-def test_what_it_does_not_go_with(other):
-    with pytest.raises(ValueError, match=f"^memory: has no effect with {other}"):
-        train_args(LigerConfig, memory="balanced", **{other: True})
-    with pytest.raises(ValueError, match="^memory: expected one of fast, balanced, lean"):
-        train_args(LigerConfig, memory="small")

@@ -7,10 +7,11 @@ from datasets import Dataset
 from foreign_masks import HEADER, MESSAGES, PAIRS, mask_tokenizer
 from foreign_masks import marked as shown
 from quick_cases import slow_but
-from tiny import tiny_model, train_args
+from tiny import tiny_model
+from trainings import sft
 from trl import SFTConfig, chat_template_utils
 
-from liger_trainer import LigerConfig, LigerDistillConfig, LigerTrainer
+from liger_trainer import LigerConfig
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.trainers.message_marks import marked_template, template_for_training
 
@@ -55,10 +56,8 @@ def learned(trainer):
 def make(rows, template=None, config: type[SFTConfig] = LigerConfig, **options):
     tokenizer = mask_tokenizer()
     tokenizer.chat_template = template or tokenizer.chat_template
-    return LigerTrainer(
-        tiny_model(vocab_size=300), args=train_args(config, **{"max_length": None, **options}),
-        train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
-    )  # fmt: skip
+    options = {"config": config, "max_length": None, **options}
+    return sft(tiny_model(vocab_size=300), Dataset.from_list(rows), processing_class=tokenizer, **options)
 
 
 NAMES = sorted(TEMPLATES.keys() - OF_PARTS - NOT_ALIKE)
@@ -100,11 +99,8 @@ def test_the_trainer_learns_the_part_with_a_template_that_trl_has_no_marks_for(p
     assert learned(trainer) == [want]
     assert trainer.processing_class.chat_template == template and trainer.chat_template is None
     assert trainer.args.assistant_only_loss is answers_only
-    how: tuple = (trainer.processing_class, trainer.args, False, None, "later")
-    trainer.train_dataset = trainer._prepare_dataset(
-        Dataset.from_list([{"messages": CHAT}]), *how
-    )  # as `evaluate` does
-    assert learned(trainer) == [want]
+    trainer.evaluate(Dataset.from_list([{"messages": CHAT}]))
+    assert trainer.row_facts["eval"].supervised_tokens == trainer.row_facts["train"].supervised_tokens
 
 
 def test_trls_training_template_renders_the_rows_where_it_has_one():
@@ -153,15 +149,6 @@ def test_a_later_row_that_cannot_be_marked_is_refused_in_words_too():
 def test_rows_that_are_no_chats(rows):
     with pytest.raises(ConfigError, match="supervised_part: needs rows of chat messages; the rows have"):
         make([rows], supervised_part="content")
-
-
-def test_options_that_do_not_go_together():
-    with pytest.raises(ValueError, match="supervised_part: without `assistant_only_loss: true`"):
-        train_args(LigerConfig, supervised_part="message")
-    with pytest.raises(ValueError, match="supervised_part: does not go with completions that are sampled"):
-        train_args(LigerDistillConfig, supervised_part="content", lmbda=0.5)
-    with pytest.raises(ValueError, match="supervised_part: expected one of message, content"):
-        train_args(LigerConfig, supervised_part="header")
 
 
 def test_trls_own_configuration_is_taken_as_before():

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+import trainings
 from datasets import Dataset, Features, IterableDataset, Json, List, Value
-from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
+from tiny import WORDS, tiny_tokenizer
 
-from liger_trainer import LigerConfig, LigerTrainer
+from liger_trainer import LigerConfig
 from liger_trainer.errors import DataError
 from liger_trainer.run.data.json_rows import as_written
 from liger_trainer.trainers.chat_checks import check_chats, fit_arguments, fitting
@@ -36,6 +37,11 @@ def with_template(template: str):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
+
+
+def checked(row: dict, template: str, **options) -> None:
+    rows = in_messages(as_written({name: [value] for name, value in row.items()}))
+    check_chats(rows, with_template(template), None, "row {}".format, **options)
 
 
 VALUES = [{"city": "Rome"}, {"x": 0.3}, {"x": 1}, {"x": None, "y": [1, "a", {"z": 12345678901}]}]
@@ -88,26 +94,14 @@ def test_parts_of_text_are_joined(parts, text):
     assert in_messages(as_written({"messages": [c["messages"] for c in chats]}))[1]["messages"][0]["content"] == text
 
 
-@pytest.mark.parametrize(
-    ("message", "problem"),
-    [
-        ({"content": [{"type": "image"}]}, "row 1: column 'messages': expected content as text .* got a part 'image'"),
-        ({"content": [{"type": "thinking", "thinking": "w"}]}, "row 1: .*got a part 'thinking'"),
-        ({"content": "w2", "weight": 0.5}, "row 1: .*'weight'.*expected 0 or 1.*weight_column.*got 0.5"),
-        ({"content": "w2", "train": "no"}, "row 1: .*'train'.*got 'no'"),
-    ],
-)
-def test_other_parts_and_marks_are_refused_by_row(message, problem):
-    with pytest.raises(DataError, match=problem):
-        in_messages(as_written({"messages": [answered({"content": "w2"}), answered(message)]}))
+def sft(**options):
+    return trainings.sft(config=LigerConfig, **options)
 
 
 def supervised(chats: list, template: str, **options) -> list[str]:
     tokenizer = with_template(template)
     rows = as_written({"messages": chats}) if isinstance(chats, list) else chats
-    trainer = LigerTrainer(
-        tiny_model(), args=train_args(LigerConfig, **options), train_dataset=rows, processing_class=tokenizer
-    )
+    trainer = sft(data=rows, processing_class=tokenizer, **options)
     return [tokenizer.decode([i for i in row["labels"] if i != -100]) for row in trainer.train_dataset]
 
 
@@ -136,21 +130,16 @@ def test_marks_of_a_stream():
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        (
-            {"messages": called({"a": 1})},
-            "row 0: the chat template does not write 'tool_calls'.*allow_unwritten_fields",
-        ),
+        ({"messages": called({"a": 1})}, "row 0: the chat template does not write 'tool_calls'.*allow_unwritten_fi"),
         ({"messages": answered({"content": "w2", "reasoning_content": "w3"})}, "does not write 'reasoning_content'"),
         ({"messages": answered({"content": "w2"}), "tools": [{"name": "f"}]}, "does not write 'tools'"),
     ],
 )
 def test_fields_that_the_template_leaves_out(row, problem):
-    rows = in_messages(as_written({name: [value] for name, value in row.items()}))
     with pytest.raises(DataError, match=problem):
-        check_chats(rows, with_template(BARE), None, "row {}".format)
-    check_chats(rows, with_template(BARE), None, "row {}".format, allow_unwritten=True)
-    writes = BARE + "{{ tools }}{% for m in messages %}{{ m.tool_calls }}{{ m.reasoning_content }}{% endfor %}"
-    check_chats(rows, with_template(writes), None, "row {}".format)
+        checked(row, BARE)
+    checked(row, BARE, allow_unwritten=True)
+    checked(row, BARE + "{{ tools }}{% for m in messages %}{{ m.tool_calls }}{{ m.reasoning_content }}{% endfor %}")
 
 
 @pytest.mark.parametrize(
@@ -171,26 +160,8 @@ def test_arguments_are_what_the_template_takes(writes, text, mapping):
 
 
 def test_arguments_that_are_no_json():
-    rows = as_written({"messages": [called("{a")]})
     with pytest.raises(DataError, match="row 0: .*expected a mapping or JSON text, got '{a'"):
-        check_chats(
-            rows, with_template(CALLS.replace("ARGUMENTS", "c.function.arguments | tojson")), None, "row {}".format
-        )
-
-
-@pytest.mark.parametrize(
-    ("more", "trainer"),
-    [
-        ({"chosen": "w1", "rejected": "w2"}, "chosen and rejected.*DPOTrainer"),
-        ({"rejected_response": "w2"}, "DPOTrainer"),
-        ({"label": False}, "column label.*KTOTrainer"),
-    ],
-)
-def test_rows_for_preferences_are_refused(more, trainer):
-    for rows in ({"messages": answered({"content": "w2"})}, {"prompt": "w1", "completion": "w2"}):
-        with pytest.raises(DataError, match=trainer):
-            in_messages(Dataset.from_list([{**rows, **more}]))
-    assert in_messages(Dataset.from_list([{"text": "w1", "label": 1}])).column_names == ["text", "label"]
+        checked({"messages": called("{a")}, CALLS.replace("ARGUMENTS", "c.function.arguments | tojson"))
 
 
 @pytest.mark.parametrize("form", ["messages", "prompt"])
@@ -204,49 +175,60 @@ def test_a_column_system_is_the_first_message(form):
 def test_a_formatting_func_is_read_where_rows_have_messages():
     rows = Dataset.from_list([{"messages": answered({"content": "w2"})}] * 2)
 
-    def train(function):
-        return LigerTrainer(
-            tiny_model(), args=train_args(LigerConfig), train_dataset=rows, formatting_func=function,
-            processing_class=tiny_tokenizer(),
-        ).train_dataset  # fmt: skip
-
-    tokenizer = tiny_tokenizer()
-    assert {tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in train(lambda row: WORDS[7])} == {
-        WORDS[7]
-    }
+    made = sft(data=rows, formatting_func=lambda row: WORDS[7]).train_dataset
+    assert {tiny_tokenizer().decode(row["input_ids"], skip_special_tokens=True) for row in made} == {WORDS[7]}
     with pytest.raises(DataError, match="formatting_func: expected the text of one row, got \\["):
-        train(lambda row: [WORDS[7]])
+        sft(data=rows, formatting_func=lambda row: [WORDS[7]])
 
 
-def test_a_chat_without_an_answer_is_named():
-    with pytest.raises(DataError, match="row 1 of the train dataset: only answers are to be learned, but the chat has"):
-        supervised([answered({"content": "w2"}), [ASKED]], MARKED, assistant_only_loss=True)
+def answer(**message):
+    return lambda: as_written({"messages": [answered({"content": "w2"}), answered(message)]})
 
 
-COLUMNS = {
-    "nothing to read": ({"question": ["a"], "answer": ["b"]}, "no usable column. Expected .*; the rows have: question"),
-    "pairs": ({"question": ["a"], "response_j": ["b"], "response_k": ["c"]}, "they are for preferences"),
-    "numbers": ({"instruction": ["a"], "input": ["b"], "output": [4]}, "column 'output': expected text, got int64"),
-    "text of numbers": ({"text": [0.5]}, "column 'text': expected text, got float64"),
+def columns(**of):
+    return lambda: Dataset.from_dict(of)
+
+
+PREFERRED = {"chosen and rejected.*DPOTrainer": {"chosen": "w1", "rejected": "w2"},
+             "DPOTrainer": {"rejected_response": "w2"}, "column label.*KTOTrainer": {"label": False}}  # fmt: skip
+REFUSED = {
+    "an image": (answer(content=[{"type": "image"}]), "row 1.*'messages': expected content as text .* a part 'image'"),
+    "thoughts": (answer(content=[{"type": "thinking", "thinking": "w"}]), "row 1.*got a part 'thinking'"),
+    "half a mark": (answer(content="w2", weight=0.5), "row 1.*'weight'.*expected 0 or 1.*weight_column.*got 0.5"),
+    "another mark": (answer(content="w2", train="no"), "row 1.*'train'.*got 'no'"),
+    **{
+        f"{message} of {[*row]}": (lambda row=row, more=more: Dataset.from_list([{**row, **more}]), message)
+        for message, more in PREFERRED.items()
+        for row in ({"messages": answered({"content": "w2"})}, {"prompt": "w1", "completion": "w2"})
+    },
+    "nothing to read": (
+        columns(question=["a"], answer=["b"]), "no usable column. Expected .*; the rows have: question",
+    ),
+    "pairs": (columns(question=["a"], response_j=["b"], response_k=["c"]), "they are for preferences"),
+    "numbers": (columns(instruction=["a"], input=["b"], output=[4]), "column 'output': expected text, got int64"),
+    "text of numbers": (columns(text=[0.5]), "column 'text': expected text, got float64"),
     "a number in a message": (
-        {"messages": [[{"role": "assistant", "content": 3}]]}, "column 'messages': expected content as text",
+        columns(messages=[[{"role": "assistant", "content": 3}]]), "column 'messages': expected content as text",
     ),
     "no content": (
-        {"messages": [[{"role": "user", "content": "w1"}, {"role": "assistant", "content": None}]]},
+        columns(messages=[answered({"content": None})]),
         "row 0 of the train dataset: expected text, got a message of assistant without any content",
     ),
-    "prompts": ({"prompt": ["w1"]}, "train dataset has prompts and no completions"),
+    "prompts": (columns(prompt=["w1"]), "train dataset has prompts and no completions"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("name", REFUSED)
 def test_rows_in_python_that_cannot_be_learned_are_refused(name):
-    columns, message = COLUMNS[name]
+    data, message = REFUSED[name]
     with pytest.raises(DataError, match=message):
-        LigerTrainer(
-            tiny_model(), args=train_args(LigerConfig), processing_class=tiny_tokenizer(),
-            train_dataset=Dataset.from_dict(columns),
-        )  # fmt: skip
+        sft(data=data())
+
+
+def test_a_chat_without_an_answer_is_named_and_a_label_of_a_text_is_no_preference():
+    with pytest.raises(DataError, match="row 1 of the train dataset: only answers are to be learned, but the chat has"):
+        supervised([answered({"content": "w2"}), [ASKED]], MARKED, assistant_only_loss=True)
+    assert in_messages(Dataset.from_list([{"text": "w1", "label": 1}])).column_names == ["text", "label"]
 
 
 def test_a_column_without_any_text_is_none_of_numbers():

@@ -4,11 +4,8 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from datasets import Dataset
-from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
-
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
-from liger_trainer.trainers.config import LigerConfig
+from tiny import texts
+from trainings import distill, sft
 
 
 @pytest.fixture
@@ -29,10 +26,6 @@ def notebook(monkeypatch):
     sys.modules.pop("transformers.utils.notebook", None)
 
 
-def rows() -> Dataset:
-    return Dataset.from_list([{"text": " ".join(WORDS[i : i + 5])} for i in range(12)])
-
-
 def table_of(trainer) -> list[dict]:
     """Train, and return the lines of the table as it was at the end."""
     callback = next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "NotebookTable")
@@ -46,11 +39,7 @@ def table_of(trainer) -> list[dict]:
 
 def test_terms_of_a_distillation(notebook):
     losses = [{"type": "reverse_kl", "weight": 1.0}, {"type": "ce", "weight": 0.5}]
-    args = train_args(LigerDistillConfig, max_steps=3, losses=losses, disable_tqdm=False)
-    trainer = LigerDistillTrainer(
-        tiny_model("llama_tied"), teacher_model=tiny_model("llama_tied", seed=1), args=args, train_dataset=rows(),
-        processing_class=tiny_tokenizer(),
-    )  # fmt: skip
+    trainer = distill(data=texts(12), max_steps=3, losses=losses, disable_tqdm=False)
     lines = table_of(trainer)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert [line["Step"] for line in lines] == [1, 2, 3]
@@ -63,7 +52,5 @@ def test_terms_of_a_distillation(notebook):
 
 
 def test_fine_tuning_shows_accuracy_and_no_teacher(notebook):
-    args = train_args(LigerConfig, max_steps=2, disable_tqdm=False)
-    trainer = LigerTrainer(tiny_model("llama_tied"), args=args, train_dataset=rows(), processing_class=tiny_tokenizer())
-    lines = table_of(trainer)
+    lines = table_of(sft(data=texts(12), max_steps=2, disable_tqdm=False))
     assert len(lines) == 2 and "Token accuracy" in lines[0] and "Forward KL" not in lines[0]

@@ -1,9 +1,8 @@
-"""On-policy distillation: whose completions, how sampled, the denominator, metrics, prompts alone, refusals."""
+"""On-policy distillation: whose completions, how sampled, the denominator, metrics, rows of only prompts, refusals."""
 
 import copy
+import inspect
 import math
-import sys
-import types
 import warnings
 
 import pytest
@@ -11,11 +10,11 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tiny import VOCAB, chats, completions, double_copy, kl, texts, tiny_model, tiny_tokenizer, train_args
-from transformers import TrainerCallback
+from trainings import OnStep, a_teacher, batches_of, distill, logged, trained
 from trl.generation import vllm_generation
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer, patch
+from liger_trainer import LigerDistillConfig, patch
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.trainers.on_policy import DATASET, STUDENT, TEACHER, prompts_of, rows_of, sources
@@ -26,13 +25,8 @@ from liger_trainer.trainers.token_ids import Writable
 EOS = VOCAB - 3
 
 
-def make(data=None, eval_data=None, student=None, teacher=None, peft_config=None, **options):
-    return LigerDistillTrainer(
-        student or tiny_model(), teacher_model=teacher or tiny_model("gemma2", seed=5, hidden_size=48),
-        args=train_args(LigerDistillConfig, **{"max_completion_length": 6, "max_steps": 2, **options}),
-        train_dataset=completions() if data is None else data, eval_dataset=eval_data,
-        processing_class=tiny_tokenizer(), peft_config=peft_config,
-    )  # fmt: skip
+def make(data=None, eval_data=None, student=None, teacher=None, **options):
+    return distill(student, teacher, data, eval_data, **{"max_completion_length": 6, "max_steps": 2, **options})
 
 
 def sampler(**options):
@@ -40,27 +34,11 @@ def sampler(**options):
     return ModelSampler(args, tiny_tokenizer(), Writable(VOCAB))
 
 
+def greedy(**options):
+    return sampler(generation_kwargs={"do_sample": False}, **options)
+
+
 PROMPTS = [[3, 4, 5, 6], [7], [8, 9]]
-
-
-def spied(trainer):
-    """The micro-batches that the loss sees in training, as they come."""
-    seen, compute = [], trainer.compute_loss
-
-    def compute_loss(model, inputs, *args, **kwargs):
-        seen.append({name: x.clone() if torch.is_tensor(x) else x for name, x in inputs.items()})
-        return compute(model, inputs, *args, **kwargs)
-
-    trainer.compute_loss = compute_loss
-    return seen
-
-
-class OnStep(TrainerCallback):
-    def __init__(self, act):
-        self.act = act
-
-    def on_step_end(self, *args, **kwargs):
-        self.act()
 
 
 # Prompts and rows
@@ -125,8 +103,7 @@ def test_a_patched_model_samples_what_the_unpatched_one_does(family):
         assert sampler().sample(patched, PROMPTS, seed=3) == want
         slow = sampler(generation_kwargs={"use_cache": False}).sample(patched, PROMPTS, seed=3)
     assert slow == want and len({tuple(tokens) for tokens in want}) == 3
-    for prompt, tokens in zip(PROMPTS, sampler(generation_kwargs={"do_sample": False}).sample(plain, PROMPTS, 0),
-                              strict=True):  # fmt: skip
+    for prompt, tokens in zip(PROMPTS, greedy().sample(plain, PROMPTS, 0), strict=True):
         alone = double_copy(plain)(torch.tensor([prompt + tokens])).logits[0].argmax(-1)[len(prompt) - 1 : -1]
         assert alone.tolist() == tokens  # padding on the left changes nothing
 
@@ -137,8 +114,8 @@ def test_a_mixture_of_experts_samples_without_its_auxiliary_loss():
     student, teacher = tiny_model("mixtral"), tiny_model("mixtral", seed=5)
     assert sampler().sample(student, PROMPTS, seed=3) == want and student.config.output_router_logits
     trainer = make(student=student, teacher=teacher, lmbda=0.5, seq_kd=True, max_steps=1, gradient_accumulation_steps=6)
-    trainer.train()  # both have sampled
-    assert 0 < trainer.state.log_history[0]["on_policy_share"] < 1 and trainer.state.log_history[0]["aux_loss"] > 0
+    log = trained(trainer).state.log_history[0]  # both have sampled
+    assert 0 < log["on_policy_share"] < 1 and log["aux_loss"] > 0
     assert student.config.output_router_logits and teacher.config.output_router_logits
 
 
@@ -157,20 +134,28 @@ def test_sampling_leaves_modes_and_random_numbers_alone():
     assert first == sampler(generation_batch_size=None).sample(model, PROMPTS, 1) != sampler().sample(model, PROMPTS, 2)
 
 
-def test_each_process_draws_for_itself():
-    trainer = make(lmbda=1.0)
-    ranks = []
+def test_each_process_draws_for_itself(monkeypatch):
+    prompts, drawn = [], []
     for rank in range(2):
-        stand_in = types.SimpleNamespace(args=trainer.args, accelerator=types.SimpleNamespace(process_index=rank))
-        trainer._on_policy._trainer = stand_in
-        ranks.append([trainer._on_policy._seed(step, False, 0) for step in range(4)])
-    assert len({*ranks[0], *ranks[1]}) == 8
+        trainer = make(lmbda=1.0)
+        monkeypatch.setattr(type(trainer.accelerator), "process_index", rank)
+        seen = batches_of(trainer)
+        trainer.train()
+        prompts.append([prompts_of(batch) for batch in seen])
+        drawn.append([batch["labels"].tolist() for batch in seen])
+    assert prompts[0] == prompts[1] and all(one != other for one, other in zip(*drawn, strict=True))
+
+
+@pytest.mark.parametrize("own", [{"min_p": 1.0}, {"no_repeat_ngram_size": 1}, {"num_beams": 4}], ids=str)
+def test_the_models_generation_config_does_not_count(own):
+    model = tiny_model()
+    model.generation_config.update(**own)
+    assert sampler().sample(model, PROMPTS, 3) == sampler().sample(tiny_model(), PROMPTS, 3)
+    assert all(getattr(model.generation_config, name) == value for name, value in own.items())
 
 
 def test_prompts_in_parts():
-    whole = sampler(generation_kwargs={"do_sample": False}).sample(tiny_model(), PROMPTS, 0)
-    parts = sampler(generation_kwargs={"do_sample": False}, generation_batch_size=2).sample(tiny_model(), PROMPTS, 0)
-    assert parts == whole
+    assert greedy(generation_batch_size=2).sample(tiny_model(), PROMPTS, 0) == greedy().sample(tiny_model(), PROMPTS, 0)
 
 
 def test_adapters_sample_too():
@@ -204,12 +189,12 @@ def test_options_of_generation_reach_it():
 
 def test_a_step_is_on_the_students_own_completions_with_its_own_tokens_as_denominator():
     """Against the KL by hand in fp64, of exactly the sampled tokens, over micro-batches of unequal lengths."""
-    student, teacher = tiny_model("llama_tied"), tiny_model("gemma2", seed=5, hidden_size=48)
+    student, teacher = tiny_model("llama_tied"), a_teacher()
     trainer = make(student=student, teacher=teacher, lmbda=1.0, max_completion_length=40, gradient_accumulation_steps=3,
                    per_device_train_batch_size=2, learning_rate=0.0, max_steps=1)  # fmt: skip
     prompts = {tuple(row["input_ids"][: row["labels"].index(next(x for x in row["labels"] if x != -100))])
                for row in trainer.train_dataset}  # fmt: skip
-    seen = spied(trainer)
+    seen = batches_of(trainer)
     trainer.train()
     assert len(seen) == 3
     total, sizes, by_hand = 0.0, [], (double_copy(student), double_copy(teacher))
@@ -241,24 +226,23 @@ def test_a_step_is_on_the_students_own_completions_with_its_own_tokens_as_denomi
 @pytest.mark.parametrize("lmbda, seq_kd", [pytest.param(0.5, False, marks=pytest.mark.slow), (0.0, True), (0.5, True)])
 def test_whose_tokens_they_are(lmbda, seq_kd):
     """Greedy, so that who wrote them shows."""
-    student, teacher = tiny_model(), tiny_model("gemma2", seed=5, hidden_size=48)
+    student, teacher = tiny_model(), a_teacher()
     trainer = make(completions(16), student=student, teacher=teacher, lmbda=lmbda, seq_kd=seq_kd,
                    gradient_accumulation_steps=4, per_device_train_batch_size=2, learning_rate=0.0,
                    generation_kwargs={"do_sample": False})  # fmt: skip
     given = {tuple(row["input_ids"]) for row in trainer.train_dataset}
-    seen = spied(trainer)
+    seen = batches_of(trainer)
     trainer.train()
     found = []
-    greedy = sampler(generation_kwargs={"do_sample": False})
     for batch in seen:
         prompts = prompts_of(batch)
         rows = [row[:n].tolist() for row, n in zip(batch["input_ids"], batch["attention_mask"].sum(1), strict=True)]
         if all(tuple(row) in given for row in rows):
             found.append(DATASET)
             continue
-        writer = STUDENT if rows[0] == prompts[0] + greedy.sample(student, prompts, 0)[0] else TEACHER
+        writer = STUDENT if rows[0] == prompts[0] + greedy().sample(student, prompts, 0)[0] else TEACHER
         model = student if writer == STUDENT else teacher
-        assert rows == [p + c for p, c in zip(prompts, greedy.sample(model, prompts, 0), strict=True)]
+        assert rows == [p + c for p, c in zip(prompts, greedy().sample(model, prompts, 0), strict=True)]
         found.append(writer)
     want = [source for step in range(2) for source in sources(lmbda, seq_kd, 42, step, 4)]
     assert found == want and (len(set(want)) == 2) == (lmbda == 0.5)
@@ -277,7 +261,7 @@ def test_gradient_checkpointing_keeps_the_cache_and_is_back_for_the_step():
         trainer.train()
         assert set(widths[1:6]) == {1}  # one token at a time
         assert trainer.student.is_gradient_checkpointing == checkpointing and len(trained) >= 2
-        logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        logs.append(logged(trainer))
     assert logs[0] == pytest.approx(logs[1], rel=1e-5)
 
 
@@ -285,8 +269,8 @@ def test_runs_repeat_and_resume(tmp_path):
     options = {"lmbda": 0.5, "seq_kd": True, "max_steps": 2, "save_strategy": "steps", "save_steps": 1,
                "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}  # fmt: skip
     whole, resumed, seeded = (make(output_dir=str(tmp_path / f"{seed}"), seed=seed, **options) for seed in (42, 42, 1))
-    whole.train()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "42" / "checkpoint-1"))
+    trained(whole)
+    trained(resumed, str(tmp_path / "42" / "checkpoint-1"))
     for got, want in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
     seeded.train()
@@ -295,7 +279,7 @@ def test_runs_repeat_and_resume(tmp_path):
 
 def test_metrics_are_split_by_whose_completions_they_are_at_no_extra_forward():
     trainer = make(lmbda=0.5, gradient_accumulation_steps=4, learning_rate=0.0, max_steps=1)
-    seen, passes = spied(trainer), []
+    seen, passes = batches_of(trainer), []
     trainer.teacher.register_forward_pre_hook(lambda *_: passes.append(1))
     trainer.train()
     logs, tokens = trainer.state.log_history[0], {"on_policy": 0, "off_policy": 0}
@@ -322,12 +306,11 @@ def test_a_schedule_of_lmbda_logs_after_a_resume_what_it_would_have(tmp_path):
     schedule = {"lmbda": {"from": 0.0, "to": 1.0, "steps": 2}}
     options = {"schedules": schedule, "max_steps": 4, "save_strategy": "steps", "save_steps": 3}
     whole, resumed = (make(output_dir=str(tmp_path), **options) for _ in range(2))
-    whole.train()
-    logs = whole.state.log_history[:3]
+    logs = trained(whole).state.log_history[:3]
     assert [entry["schedule/lmbda"] for entry in logs] == [0.0, 0.5, 1.0] and whole.lmbda == 1.0
     drawn = [sources(lmbda, False, 42, step, 1).count(STUDENT) for step, lmbda in enumerate((0.0, 0.5, 1.0))]
     assert [entry["on_policy_share"] for entry in logs] == drawn
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    trained(resumed, str(tmp_path / "checkpoint-3"))
     want, got = (trainer.state.log_history[3] for trainer in (whole, resumed))
     assert want["step"] == 4 and want.keys() == got.keys() and "on_policy/forward_kl" in want
 
@@ -338,29 +321,16 @@ def test_the_evaluation_is_on_the_datasets_completions():
     assert got["eval_forward_kl"] == want["eval_forward_kl"] and got["eval_loss"] == want["eval_loss"]
 
 
-def test_adapters_of_a_student_learn_from_their_own_completions():
-    trainer = make(lmbda=1.0, peft_config=LoraConfig(target_modules="all-linear", r=4))
-    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
-    assert moved and all("lora_" in name for name in moved)
-
-
 @pytest.mark.parametrize("options", [{"lmbda": 0.999}, {"seq_kd": True}], ids=["student", "base"])
 def test_the_student_without_its_adapters_as_teacher(options):
     """The adapters are as they were drawn, so the two are equal and there is nothing to learn but from the labels, and
     the student's own tokens are none."""
-    trainer = LigerDistillTrainer(
-        tiny_model(), args=train_args(LigerDistillConfig, teacher="self", max_steps=2, max_completion_length=6,
-                                      losses=[{"type": "forward_kl"}, {"type": "ce"}], **options),
-        train_dataset=completions(), processing_class=tiny_tokenizer(), peft_config=LoraConfig(r=4),
-    )  # fmt: skip
-    seen = spied(trainer)
-    trainer.train()
-    first, second = trainer.state.log_history[:2]
-    assert abs(first["forward_kl"]) < 1e-6 and (second["forward_kl"] > 1e-6) == ("seq_kd" in options)
-    seed = trainer._on_policy._seed(0, "seq_kd" in options, 0)
-    want = sampler().sample(tiny_model(), prompts_of(seen[0]), seed)
+    trainer = make(teacher="self", losses=[{"type": "forward_kl"}, {"type": "ce"}], peft_config=LoraConfig(r=4),
+                   generation_kwargs={"do_sample": False}, **options)  # fmt: skip
+    seen = batches_of(trainer)
+    first, second = trained(trainer).state.log_history[:2]
+    assert abs(first["forward_kl"]) < 1e-6 and (second["forward_kl"] > 1e-6) == ("seq_kd" in options)  # they learn
+    want = greedy().sample(tiny_model(), prompts_of(seen[0]), 0)
     assert [row[row != -100].tolist() for row in seen[0]["labels"]] == want
 
 
@@ -369,7 +339,7 @@ def test_the_student_without_its_adapters_as_teacher(options):
 
 def test_chat_rows_are_completed_from_the_first_answer_on():
     trainer = make(chats(8), lmbda=1.0, assistant_only_loss=True, max_steps=1)
-    seen = spied(trainer)
+    seen = batches_of(trainer)
     trainer.train()
     assistant = tiny_tokenizer().convert_tokens_to_ids("<assistant>")
     for prompt in prompts_of(seen[0]):
@@ -403,23 +373,17 @@ ASKED = {
 
 
 @pytest.mark.parametrize("case", ASKED)
-def test_a_prompt_ends_where_the_template_asks_for_an_answer(case, monkeypatch):
-    """Not where the texts of prompt alone and of prompt and completion part."""
+def test_a_prompt_ends_where_the_template_asks_for_an_answer(case):
+    """Not where the texts of the prompt, and of prompt and completion, part."""
     rows, options = ASKED[case]
     tokenizer, data = tiny_tokenizer(), Dataset.from_list(rows)
     tokenizer.chat_template = THINKING
-    monkeypatch.setattr(sys.modules[__name__], "tiny_tokenizer", lambda: tokenizer)
     data = data.to_iterable_dataset() if case == "stream" else data
-    trainer = make(data, max_steps=1, **{"lmbda": 1.0, **options})
-    seen = spied(trainer)
+    trainer = make(data, max_steps=1, processing_class=tokenizer, **{"lmbda": 1.0, **options})
+    seen = batches_of(trainer)
     trainer.train()
-    quick = case == "template options"
-    want = [
-        tokenizer.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=True, quick=quick)[
-            "input_ids"
-        ]
-        for pair in pairs()
-    ]
+    how = {"add_generation_prompt": True, "return_dict": True, "quick": case == "template options"}
+    want = [tokenizer.apply_chat_template(pair["prompt"], **how)["input_ids"] for pair in pairs()]
     want = [prompt[-3:] for prompt in want] if case == "cut at the front" else want
     assert prompts_of(seen[0]) and all(prompt in want for prompt in prompts_of(seen[0]))
     assert "generation_prompt" not in seen[0]
@@ -432,34 +396,17 @@ def test_chats_are_not_sampled_where_their_prompts_were_not_prepared():
         trainer.train()
 
 
-@pytest.mark.parametrize("own", [{"min_p": 1.0}, {"no_repeat_ngram_size": 1}, {"num_beams": 4}], ids=str)
-def test_the_models_generation_config_does_not_count(own):
-    model = tiny_model()
-    want = sampler().sample(model, PROMPTS, 3)
-    model.generation_config.update(**own)
-    assert sampler().sample(model, PROMPTS, 3) == want
-    assert all(getattr(model.generation_config, name) == value for name, value in own.items())
-
-
-def test_cross_entropy_of_nothing_but_own_samples_is_refused():
-    with pytest.raises(ValueError, match="ce in losses has no effect: it is of given completions, not of the student'"):
-        make(lmbda=1.0, losses=[{"type": "forward_kl"}, {"type": "ce"}])
-
-
 @pytest.mark.parametrize("lmbda, seq_kd, learned", [(0.999, False, 0.0), (0.0, True, 1.0), (0.0, False, 1.0)])
 def test_cross_entropy_is_of_given_completions(lmbda, seq_kd, learned):
     """Those of the dataset, and those of the teacher, which are given to the student."""
     losses = [{"type": "forward_kl", "weight": 0.5}, {"type": "ce"}]
-    trainer = make(lmbda=lmbda, seq_kd=seq_kd, losses=losses, max_steps=1)
-    trainer.train()
-    log = trainer.state.log_history[0]
+    log = trained(make(lmbda=lmbda, seq_kd=seq_kd, losses=losses, max_steps=1)).state.log_history[0]
     assert log["loss"] == pytest.approx(log["kd_loss"] + learned * log["ce_loss"], rel=1e-5)
 
 
 def prompts_only(n=12, chat=False):
-    rows = completions(n).remove_columns("completion")
-    return rows.map(lambda row: {"messages": [{"role": "user", "content": row["prompt"]}]}, remove_columns="prompt")\
-        .rename_column("messages", "prompt") if chat else rows  # fmt: skip
+    texts = completions(n)["prompt"]
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": p}] if chat else p} for p in texts])
 
 
 @pytest.mark.parametrize("chat, options", [(False, {"lmbda": 1.0}), (True, {"lmbda": 0.5, "seq_kd": True})],
@@ -473,7 +420,7 @@ def test_rows_of_prompts_alone(chat, options):
         user, assistant = tokenizer.convert_tokens_to_ids(["<user>", "<assistant>"])
         want = [[user, *p, assistant] for p in want]
     assert list(trainer.train_dataset["input_ids"]) == want
-    seen = spied(trainer)
+    seen = batches_of(trainer)
     trainer.train()
     assert all(prompt in want for prompt in prompts_of(seen[0]))
     first = trainer.evaluate()
@@ -542,7 +489,7 @@ def test_vllm_samples_for_the_student_with_the_weights_of_the_step(vllm):
     }  # fmt: skip
     assert {name: engine.options[name] for name in wanted} == wanted
     assert list(dict(engine.model.named_parameters())) == plain  # patched, under the same names
-    seen = spied(trainer)
+    seen = batches_of(trainer)
     trainer.train()
     assert len(engine.synced) == 3 and engine.steps == [4, 4, 4]
     assert not torch.equal(engine.synced[0]["lm_head.weight"], engine.synced[2]["lm_head.weight"])
@@ -551,16 +498,11 @@ def test_vllm_samples_for_the_student_with_the_weights_of_the_step(vllm):
     assert trainer.state.log_history[0]["completion_length"] == 2.0
 
 
-def test_the_options_of_vllm_are_those_of_trls_class(vllm, monkeypatch):
-    import inspect
-
+def test_vllm_that_is_not_installed_and_the_options_of_trls_class(vllm, monkeypatch):
     make(lmbda=1.0, use_vllm=True)
     monkeypatch.undo()
     known = inspect.signature(vllm_generation.VLLMGeneration).parameters
     assert set(vllm.made[0].options) <= known.keys()
-
-
-def test_vllm_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: False)
     with pytest.raises(ConfigError, match=r"vllm is not installed. `pip install trl\[vllm\]`"):
         make(lmbda=1.0, use_vllm=True)
@@ -569,22 +511,30 @@ def test_vllm_that_is_not_installed(monkeypatch):
 # Refusals
 
 
-def test_what_cannot_be_sampled_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match="set packing and padding_free to false"):
-        make(lmbda=1.0, packing=True, max_length=24)
-    with pytest.raises(DataError, match="A row has no prompt to complete"):
-        make(texts(), lmbda=0.5)
-    with pytest.raises(DataError, match="A row has no prompt to complete"):
-        make(chats(), seq_kd=True)
-    make(texts())  # as ever
-    for options in ({"lmbda": 0.5}, {"lmbda": 1.0, "schedules": {"lmbda": {"to": 0.5}}}):
-        with pytest.raises(ConfigError, match="training rows have prompts and no completions: set lmbda to 1.0"):
-            make(prompts_only(), **options)
-    with pytest.raises(ConfigError, match="rows with sampled completions are batched by TRL's own"):
-        LigerDistillTrainer(
-            tiny_model(), teacher_model=tiny_model(seed=1), args=train_args(LigerDistillConfig, lmbda=1.0),
-            train_dataset=completions(), processing_class=tiny_tokenizer(), data_collator=lambda rows: {},
-        )  # fmt: skip
+COLLATOR = {"data_collator": lambda rows: {}}
+REFUSED = {
+    "packing": (completions, {"lmbda": 1.0, "packing": True, "max_length": 24}, "set packing and padding_free to fal"),
+    "texts": (texts, {"lmbda": 0.5}, "A row has no prompt to complete"),
+    "chats": (chats, {"seq_kd": True}, "A row has no prompt to complete"),
+    "prompts": (prompts_only, {"lmbda": 0.5}, "training rows have prompts and no completions: set lmbda to 1.0"),
+    "prompts later": (
+        prompts_only, {"lmbda": 1.0, "schedules": {"lmbda": {"to": 0.5}}},
+        "training rows have prompts and no completions: set lmbda to 1.0",
+    ),
+    "a collator": (completions, {"lmbda": 1.0, **COLLATOR}, "rows with sampled completions are batched by TRL's own"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_sampled_is_refused(case):
+    rows, options, message = REFUSED[case]
+    with pytest.raises((ConfigError, DataError), match=message):
+        make(rows(), **options)
+    if case == "texts":
+        make(rows())  # as ever
+
+
+def test_what_cannot_be_sampled_later_is_refused(monkeypatch):
     trainer = make(prompts_only(), lmbda=1.0)
     trainer.lmbda = 0.5
     with pytest.raises(ConfigError, match="rows have prompts alone, but lmbda is 0.5"):
@@ -593,32 +543,14 @@ def test_what_cannot_be_sampled_is_refused(monkeypatch):
     trainer.teaching.knows_new_tokens, trainer.lmbda = False, 1.0
     with pytest.raises(ConfigError, match="knows the completions of the dataset alone"):
         trainer.train()
-    trainer = make(lmbda=1.0)
-    trainer.is_fsdp_enabled, trainer._on_policy = True, None
+    trainer = make()
+    trainer.is_fsdp_enabled, trainer.lmbda = True, 1.0
     with pytest.raises(ConfigError, match="not from one that FSDP1 or tensor parallelism splits"):
         trainer.get_batch_samples(iter(()), 1, torch.device("cpu"))
     monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", True)
     trainer.args.use_vllm = True
     with pytest.raises(ConfigError, match="Under FSDP2 and ZeRO-3 the student, or a teacher of its own, samples by"):
         trainer.get_batch_samples(iter(()), 1, torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"top_p": 0.0}, "top_p: expected a number above 0, got 0.0"),
-        ({"top_k": -1}, "top_k: expected a number of at least 0"),
-        ({"max_completion_length": 0}, "max_completion_length: expected a number of at least 1, got 0"),
-        ({"max_completion_length": None}, "max_completion_length: expected an integer, got null"),
-        ({"vllm_mode": "remote"}, "vllm_mode: expected one of colocate, server, got 'remote'"),
-        ({"kd_temperature": 0.0}, "temperature: expected"),
-        ({"temperature": -1.0, "kd_temperature": 1.0}, "temperature: expected"),
-        ({"teacher": "cache", "teacher_cache_dir": "x", "lmbda": 0.1}, "a cache knows the completions in the rows"),
-    ],
-)
-def test_wrong_values(options, message):
-    with pytest.raises(ValueError, match=message):
-        train_args(LigerDistillConfig, **options)
 
 
 def test_the_temperature_is_of_sampling_and_of_the_loss_unless_that_has_its_own():
@@ -628,49 +560,54 @@ def test_the_temperature_is_of_sampling_and_of_the_loss_unless_that_has_its_own(
     assert apart.distillation().temperature == apart.loss_temperature == 4.0 and apart.temperature == 0.9
 
 
-# A configuration
+# What has no effect, or does not go together
 
 YAML = "model_name_or_path: s\nteacher_model_name_or_path: t\ndataset_name: d\nrecipe: distill\n"
+NO_VLLM = "has no effect without `use_vllm: true`."
+NOTED: list[tuple[str, dict[str, str]]] = [
+    ("top_p: 0.9\nmax_completion_length: 64\n", {"top_p": NOTHING_SAMPLED, "max_completion_length": NOTHING_SAMPLED}),
+    *((f"top_p: 0.9\n{key}\n", {}) for key in ("lmbda: 0.5", "seq_kd: true", "schedules: {lmbda: {to: 0.5}}")),
+    ("lmbda: 1.0\nvllm_mode: server\n", {"vllm_mode": NO_VLLM}),
+    ("lmbda: 1.0\nlog_completions: true\n", {"log_completions": "has no effect: sampled completions are not logged"}),
+]
 
 
-def notices_of(text):
-    return {finding.key: finding.message for finding in check_text(YAML + text, "run.yaml").notices}
+@pytest.mark.parametrize("text, notices", NOTED)
+def test_keys_of_sampling_without_effect_are_noted(text, notices):
+    found = {finding.key: finding.message for finding in check_text(YAML + text, "run.yaml").notices}
+    assert found.keys() == notices.keys() and all(found[key].startswith(notices[key]) for key in notices)
 
 
-def test_keys_of_sampling_without_sampling_are_noted():
-    assert notices_of("top_p: 0.9\nmax_completion_length: 64\n") == {
-        "top_p": NOTHING_SAMPLED, "max_completion_length": NOTHING_SAMPLED,
-    }  # fmt: skip
-    for sampled in ("lmbda: 0.5", "seq_kd: true", "schedules: {lmbda: {to: 0.5}}"):
-        assert not notices_of(f"top_p: 0.9\n{sampled}\n")
-    assert notices_of("lmbda: 1.0\nvllm_mode: server\n") == {"vllm_mode": "has no effect without `use_vllm: true`."}
-    told = notices_of("lmbda: 1.0\nlog_completions: true\n")
-    assert told["log_completions"].startswith("has no effect: sampled completions are not logged")
+WARNED: list[tuple[dict, list[str]]] = [
+    ({"top_p": 0.9, "use_vllm": True}, [f"top_p {NOTHING_SAMPLED}", f"use_vllm {NOTHING_SAMPLED}"]),
+    *(
+        ({"top_p": 0.9, **sampled}, [])
+        for sampled in ({"lmbda": 0.5}, {"seq_kd": True}, {"eval_data": prompts_only(4)})
+    ),
+    ({"lmbda": 1.0, "vllm_mode": "server"}, [f"vllm_mode {NO_VLLM}"]),
+]
 
 
-def test_and_by_the_trainer():
+@pytest.mark.parametrize("options, words", WARNED)
+def test_and_by_the_trainer(options, words):
     """Which knows whether an evaluation samples."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make(max_completion_length=512, **options)
+    assert [str(w.message) for w in caught if "no effect" in str(w.message)] == words
 
-    def warned(eval_data=None, **options):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            make(eval_data=eval_data, max_completion_length=512, **options)
-        return [str(w.message) for w in caught if "no effect" in str(w.message)]
 
-    assert warned(top_p=0.9, use_vllm=True) == [f"top_p {NOTHING_SAMPLED}", f"use_vllm {NOTHING_SAMPLED}"]
-    for sampled in ({"lmbda": 0.5}, {"seq_kd": True}, {"eval_data": prompts_only(4)}):
-        assert not warned(top_p=0.9, **sampled)
-    assert warned(lmbda=1.0, vllm_mode="server") == ["vllm_mode has no effect without `use_vllm: true`."]
+ONE_BY_ONE = "completions are sampled for rows one by one"
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("lmbda: 1.0\npacking: true\n", "packing: completions are sampled for rows one by one"),
-        ("seq_kd: true\npadding_free: true\nmax_length: null\n", "padding_free: completions are sampled for rows"),
+        ("lmbda: 1.0\npacking: true\n", f"packing: {ONE_BY_ONE}"),
+        ("schedules: {lmbda: {to: 0.5}}\npacking: true\n", f"packing: {ONE_BY_ONE}"),
+        ("seq_kd: true\npadding_free: true\nmax_length: null\n", f"padding_free: {ONE_BY_ONE}"),
         ("lmbda: 0.5\nteacher: cache\nteacher_cache_dir: c\n", "teacher: a cache knows the completions in the rows"),
         ("lmbda: 0.5\nuse_vllm: true\nkeep_layers: [0, 2]\n", "use_vllm: vLLM would load model_name_or_path with all"),
-        ("schedules: {lmbda: {to: 0.5}}\npacking: true\n", "packing: completions are sampled for rows one by one"),
     ],
 )
 def test_keys_that_do_not_go_together(text, message):

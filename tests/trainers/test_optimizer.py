@@ -1,21 +1,22 @@
 """The optimizer in one launch trains as torch's fused AdamW with Trainer's clipping, and yields where it can't."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny import completions, tiny_model, tiny_tokenizer, train_args
-from torch.optim import AdamW
+from accelerate.utils import DistributedType
+from tiny import tiny_model
+from torch.optim import SGD, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from trainings import distill, logged, sft, trained, weights_of
 from transformers import TrainerCallback
 
-from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import LigerTrainer
 from liger_trainer.trainers import one_launch_adamw as adamw
 from liger_trainer.trainers.finite_guard import innermost
-from liger_trainer.trainers.one_launch_adamw import OneLaunchAdamW, OneLaunchStep
+from liger_trainer.trainers.one_launch_adamw import OneLaunchAdamW
 
-RUN: dict[str, Any] = {"max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2, "weight_decay": 0.1}
+RUN: dict[str, Any] = {"max_steps": 4, "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.05}
 
 
 @pytest.fixture(autouse=True)
@@ -24,30 +25,15 @@ def on_any_device(monkeypatch):
     monkeypatch.setattr(adamw, "_are_plain", lambda params: True)
 
 
-def sft(callbacks=None, **options) -> LigerTrainer:
-    return LigerTrainer(
-        tiny_model("llama"), train_args(LigerConfig, **{**RUN, **options}), train_dataset=completions(),
-        processing_class=tiny_tokenizer(), callbacks=callbacks,
-    )  # fmt: skip
-
-
-def distill(**options) -> LigerDistillTrainer:
-    return LigerDistillTrainer(
-        tiny_model("llama"), tiny_model("llama", seed=1), train_args(LigerDistillConfig, **{**RUN, **options}),
-        train_dataset=completions(), processing_class=tiny_tokenizer(),
-    )  # fmt: skip
-
-
 def with_torch(monkeypatch) -> None:
-    monkeypatch.setattr(adamw.OneLaunchStep, "of", lambda self, optimizer: optimizer)
+    monkeypatch.setattr(adamw, "_are_plain", lambda params: False)
 
 
-def trained(trainer, kind: type, **options) -> dict[str, torch.Tensor]:
+def ended(trainer, kind: type, resume=None) -> dict[str, torch.Tensor]:
     """The weights after a training by this optimizer, with the norms that it logged."""
-    trainer.train(**options)
+    norms = logged(trained(trainer, resume), "grad_norm")
     assert type(innermost(trainer.optimizer)) is kind
-    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
-    return {name: p.detach().cpu() for name, p in trainer.model.named_parameters()} | {"norms": torch.tensor(norms)}
+    return {**weights_of(trainer), "norms": torch.tensor(norms)}
 
 
 def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -58,36 +44,30 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
         )
 
 
-@pytest.mark.parametrize("make", [sft, distill])
-@pytest.mark.parametrize("most", [0.05, 0.0, 1e9])
+def with_projectors(**options):
+    """The clipping of the student's gradients does not touch theirs."""
+    losses = [{"type": "forward_kl"}, {"type": "hidden_mse", "layers": "last"}]
+    return distill(teacher=tiny_model(seed=1, hidden_size=48), losses=losses, adam_epsilon=1e-2, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [*((make, most) for make in (sft, distill) for most in (0.05, 0.0, 1e9)), (with_projectors, 0.05)],
+)
 def test_as_torch(monkeypatch, make, most):
-    got = trained(make(max_grad_norm=most), OneLaunchAdamW)
+    got = ended(make(**{**RUN, "max_grad_norm": most}), OneLaunchAdamW)
     with_torch(monkeypatch)
-    expected = trained(make(max_grad_norm=most), AdamW)
+    expected = ended(make(**{**RUN, "max_grad_norm": most}), AdamW)
     assert len(expected["norms"]) == RUN["max_steps"]
     assert_same(got, expected)
 
 
-def test_clipping_matters_here(monkeypatch):
+def test_clipping_matters_here():
     """What the comparison above would miss if the coefficient were left out."""
-    clipped, loose = (trained(sft(max_grad_norm=most, adam_epsilon=1e-2), OneLaunchAdamW) for most in (0.05, 0.0))
+    clipped, loose = (
+        ended(sft(**{**RUN, "max_grad_norm": most}, adam_epsilon=1e-2), OneLaunchAdamW) for most in (0.05, 0.0)
+    )
     assert not torch.allclose(clipped["lm_head.weight"], loose["lm_head.weight"], atol=1e-4)
-
-
-def test_projectors_are_clipped_by_themselves(monkeypatch):
-    """The clipping of the student's gradients leaves theirs alone."""
-    losses = [{"type": "forward_kl"}, {"type": "hidden_mse", "layers": "last"}]
-
-    def make():
-        return LigerDistillTrainer(
-            tiny_model("llama"), tiny_model("llama", seed=1, hidden_size=48),
-            train_args(LigerDistillConfig, **RUN, losses=losses, max_grad_norm=0.05, adam_epsilon=1e-2),
-            train_dataset=completions(), processing_class=tiny_tokenizer(),
-        )  # fmt: skip
-
-    got = trained(make(), OneLaunchAdamW)
-    with_torch(monkeypatch)
-    assert_same(got, trained(make(), AdamW))
 
 
 class Looks(TrainerCallback):
@@ -100,10 +80,10 @@ class Looks(TrainerCallback):
 
 def test_somebody_else_sees_clipped_gradients(monkeypatch):
     looks = Looks()
-    got = trained(sft(callbacks=[looks], max_grad_norm=0.05), OneLaunchAdamW)
+    got = ended(sft(callbacks=[looks], **RUN), OneLaunchAdamW)
     assert looks.norms == pytest.approx([0.05] * RUN["max_steps"], rel=1e-3)
     with_torch(monkeypatch)
-    assert_same(got, trained(sft(max_grad_norm=0.05), AdamW))
+    assert_same(got, ended(sft(**RUN), AdamW))
 
 
 class Monitors(TrainerCallback):
@@ -118,70 +98,68 @@ class Wrapper:
         self.optimizer = optimizer
 
 
-def watch(trainer, who: str, finalizer) -> None:
-    optimizer = innermost(trainer.optimizer)
-    if who == "callback":
-        trainer.add_callback(Monitors())
-    elif who == "pre-hook":
-        optimizer.register_step_pre_hook(lambda *_: None)
-    elif who == "post-hook":
-        optimizer.register_step_post_hook(lambda *_: None)
-    elif who == "any optimizer's hook":
-        finalizer(register_optimizer_step_pre_hook(lambda *_: None).remove)
-    elif who == "any optimizer's post-hook":
-        finalizer(register_optimizer_step_post_hook(lambda *_: None).remove)
-    elif who == "wrapper":
-        trainer.optimizer = Wrapper(trainer.optimizer)
-    elif who in ("_clip_grad_norm", "_get_grad_norm"):
-        trainer.__class__ = type("Reads", (type(trainer),), {who: lambda *_: None})
-    elif who == "clipping":
-        trainer.accelerator.clip_grad_norm_ = lambda *_: None
-    elif who == "fp16":
-        trainer.accelerator.scaler = object()
+def overriding(name: str):
+    return lambda trainer, *_: setattr(
+        trainer, "__class__",
+        type("Reads", (LigerTrainer,), {name: lambda self, *args: getattr(LigerTrainer, name)(self, *args)}),
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "who",
-    [
-        "callback", "pre-hook", "post-hook", "any optimizer's hook", "any optimizer's post-hook", "wrapper",
-        "_clip_grad_norm", "_get_grad_norm", "clipping", "fp16", "",
-    ],
-)  # fmt: skip
+WATCHERS: dict[str, Any] = {  # each is given the trainer, its optimizer, and what undoes things after the test
+    "callback": lambda trainer, *_: trainer.add_callback(Monitors()),
+    "pre-hook": lambda _, optimizer, __: optimizer.register_step_pre_hook(lambda *_: None),
+    "post-hook": lambda _, optimizer, __: optimizer.register_step_post_hook(lambda *_: None),
+    "any optimizer's hook": lambda *of: of[2](register_optimizer_step_pre_hook(lambda *_: None).remove),
+    "any optimizer's post-hook": lambda *of: of[2](register_optimizer_step_post_hook(lambda *_: None).remove),
+    "wrapper": lambda trainer, *_: setattr(trainer, "optimizer", Wrapper(trainer.optimizer)),
+    "_clip_grad_norm": overriding("_clip_grad_norm"),
+    "_get_grad_norm": overriding("_get_grad_norm"),
+    "clipping": lambda trainer, *_: setattr(trainer.accelerator, "clip_grad_norm_", lambda *_: None),
+    "fp16": lambda trainer, *_: setattr(trainer.accelerator, "scaler", object()),
+    "nobody": lambda *_: None,
+}
+
+
+@pytest.mark.parametrize("who", WATCHERS)
 def test_clipping_is_trainers_where_somebody_watches(who, request):
-    trainer = sft(max_grad_norm=0.05)
+    trainer = sft(**RUN)
     optimizer = innermost(trainer.create_optimizer())
     for param in trainer.model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.coefficient = torch.tensor(0.5)  # of a step that was interrupted
-    watch(trainer, who, request.addfinalizer)
-    norm = adamw.OneLaunchStep(trainer).norm_before_step(trainer.model)
-    assert (norm is None) is (optimizer.coefficient is None) is bool(who)
+    WATCHERS[who](trainer, optimizer, request.addfinalizer)
+    trainer._clip_grad_norm(trainer.model)  # as Trainer's step does
+    assert (optimizer.coefficient is None) is (who != "nobody")
+    by_trainer = who not in ("nobody", "clipping")
+    assert bool((trainer.model.lm_head.weight.grad < 1).all()) is by_trainer
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["ours first", "torch's first"])
+@pytest.mark.parametrize("first", [OneLaunchAdamW, AdamW])
 def test_checkpoints_are_torchs(monkeypatch, tmp_path, first):
-    options = {
-        "output_dir": str(tmp_path),
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "max_grad_norm": 0.05,
-        "lr_scheduler_type": "constant",
-    }
+    options = {**RUN, "lr_scheduler_type": "constant"}
+    saving = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2}
     with monkeypatch.context() as patch:
-        if not first:
+        if first is AdamW:
             with_torch(patch)
-        trained(sft(**options, max_steps=2), OneLaunchAdamW if first else AdamW)
-    if first:
+        ended(sft(**{**options, **saving, "max_steps": 2}), first)
+    then = AdamW if first is OneLaunchAdamW else OneLaunchAdamW
+    if then is AdamW:
         with_torch(monkeypatch)
-    trainer = sft(**options)
-    got = trained(trainer, AdamW if first else OneLaunchAdamW, resume_from_checkpoint=True)
-    expected = trained(sft(max_grad_norm=0.05, lr_scheduler_type="constant"), AdamW if first else OneLaunchAdamW)
+    got = ended(sft(**options, **saving), then, resume=True)
+    expected = ended(sft(**options), then)
     assert_same({**got, "norms": got["norms"][-2:]}, {**expected, "norms": expected["norms"][-2:]})
 
 
-def test_a_step_that_is_not_finite_is_left_out():
+# The optimizer by itself
+
+
+def one_parameter(kind: type = OneLaunchAdamW, **options) -> tuple[torch.nn.Parameter, Any]:
     param = torch.nn.Parameter(torch.ones(5))
-    optimizer = OneLaunchAdamW([param], lr=0.1, fused=True)
+    return param, kind([param], lr=0.1, fused=True, **options)
+
+
+def test_a_step_that_is_not_finite_is_left_out():
+    param, optimizer = one_parameter()
     for found, moved in ((0.0, True), (1.0, False), (0.0, True)):
         before, param.grad = param.detach().clone(), torch.full((5,), torch.nan if found else 1.0)
         optimizer.found_inf = torch.tensor(found)
@@ -191,16 +169,18 @@ def test_a_step_that_is_not_finite_is_left_out():
     assert optimizer.state[param]["step"].item() == 2
 
 
-@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
-def test_rare_options_are_torchs(option):
-    ours, theirs = (torch.nn.Parameter(torch.ones(5)) for _ in range(2))
-    one, other = (
-        kind([p], lr=0.1, fused=True, **{option: True}) for kind, p in ((OneLaunchAdamW, ours), (AdamW, theirs))
-    )
+@pytest.mark.parametrize("how", ["amsgrad", "maximize", "a scale of fp16"])
+def test_what_is_rare_is_torchs(how):
+    options = {} if how == "a scale of fp16" else {how: True}
+    (ours, one), (theirs, other) = one_parameter(**options), one_parameter(AdamW, **options)
     for step in range(3):
         ours.grad = torch.arange(5.0) + step
-        theirs.grad = ours.grad * 0.5
-        one.coefficient = torch.tensor(0.5)
+        theirs.grad = ours.grad.clone() if not options else ours.grad * 0.5
+        if options:
+            one.coefficient = torch.tensor(0.5)
+        else:
+            for optimizer in (one, other):
+                optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
         one.step()
         other.step()
     assert torch.equal(ours, theirs) and one.coefficient is None
@@ -208,8 +188,7 @@ def test_rare_options_are_torchs(option):
 
 def test_a_step_without_gradients_of_a_state_that_is_not_fused_does_nothing():
     """As after a checkpoint of `optim: adamw_torch`, where a step that is not finite has its gradients dropped."""
-    param = torch.nn.Parameter(torch.ones(5))
-    optimizer = OneLaunchAdamW([param], lr=0.1, fused=True)
+    param, optimizer = one_parameter()
     optimizer.param_groups[0]["fused"] = False
     optimizer.coefficient = torch.tensor(0.5)
     optimizer.step()
@@ -218,9 +197,8 @@ def test_a_step_without_gradients_of_a_state_that_is_not_fused_does_nothing():
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_hooks_run_once_a_step(fused):
-    AdamW([torch.nn.Parameter(torch.ones(5))])  # of which torch hooks the class's step
-    param = torch.nn.Parameter(torch.ones(5))
-    optimizer, calls = OneLaunchAdamW([param], lr=0.1, fused=True), []
+    one_parameter(AdamW)  # of which torch hooks the class's step
+    (param, optimizer), calls = one_parameter(), []
     optimizer.param_groups[0]["fused"] = fused
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
@@ -229,49 +207,31 @@ def test_hooks_run_once_a_step(fused):
     assert calls == ["before", "after"] and not torch.equal(param, torch.ones(5))
 
 
-def test_a_scale_of_fp16_is_torchs():
-    ours, theirs = (torch.nn.Parameter(torch.ones(5)) for _ in range(2))
-    one, other = OneLaunchAdamW([ours], lr=0.1, fused=True), AdamW([theirs], lr=0.1, fused=True)
-    for optimizer, param in ((one, ours), (other, theirs)):
-        param.grad = torch.arange(5.0)
-        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
-        optimizer.step()
-    assert torch.equal(ours, theirs)
+# Whose it is
+
+AMSGRAD = {"optimizer_cls_and_kwargs": (AdamW, {"lr": 0.1, "fused": True, "amsgrad": True})}
 
 
-def test_others_stay():
-    trainer: Any = SimpleNamespace(
-        accelerator=SimpleNamespace(distributed_type=adamw.DistributedType.NO), get_tp_size=lambda: 1
-    )
-    param = torch.nn.Parameter(torch.ones(5))
-    for optimizer in (AdamW([param]), AdamW([param], fused=True, amsgrad=True), torch.optim.SGD([param])):
-        assert OneLaunchStep(trainer).of(optimizer) is optimizer
-    fused = AdamW([{"params": [param], "weight_decay": 0.5}], lr=0.2, fused=True)
-    ours = OneLaunchStep(trainer).of(fused)
-    assert type(ours) is OneLaunchAdamW and ours.state_dict() == fused.state_dict()
-    trainer.accelerator.distributed_type = adamw.DistributedType.FSDP
-    assert OneLaunchStep(trainer).of(fused) is fused
+@pytest.mark.parametrize(
+    ("options", "kind"), [({}, OneLaunchAdamW), ({"optim": "adamw_torch"}, AdamW), ({"optim": "sgd"}, SGD),
+                          (AMSGRAD, AdamW)]
+)  # fmt: skip
+def test_others_stay(options, kind):
+    assert type(sft(**options).create_optimizer()) is kind
 
 
-def test_where_no_kernel_runs_torchs_stays(monkeypatch):
-    """Without a compiler for Triton, say, or in fp64: our op would take its time in torch, parameter by parameter."""
+def test_where_weights_are_sharded_or_no_kernel_runs_torchs_stays(monkeypatch):
+    trainer = sft()
+    monkeypatch.setattr(trainer.accelerator.state, "distributed_type", DistributedType.FSDP)
+    assert type(trainer.create_optimizer()) is AdamW
     monkeypatch.undo()
-    on_gpu: Any = type("P", (), {"device": torch.device("cuda:0"), "is_cuda": True})
-    monkeypatch.setattr(adamw, "nn", SimpleNamespace(Parameter=on_gpu))
-    for runs in (False, True):
-        monkeypatch.setattr(adamw, "use_triton", lambda p, runs=runs: runs)
-        assert adamw._are_plain([on_gpu(), on_gpu()]) is runs
-    assert not adamw._are_plain([])
+    assert type(sft().create_optimizer()) is AdamW
 
 
 def test_a_given_optimizer_stays():
     model = tiny_model("llama")
     given = AdamW(model.parameters(), lr=1e-2, fused=True)
-    trainer = LigerTrainer(
-        model, train_args(LigerConfig, **RUN), train_dataset=completions(), processing_class=tiny_tokenizer(),
-        optimizers=(given, None),
-    )  # fmt: skip
-    trainer.train()
+    trainer = trained(sft(model, **RUN, optimizers=(given, None)))
     assert innermost(trainer.optimizer) is given
 
 
@@ -293,8 +253,9 @@ def test_the_host_never_waits_for_a_step():
 
 
 @pytest.mark.gpu
-def test_a_training_on_a_gpu_has_it(monkeypatch):
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.float32, OneLaunchAdamW), (torch.float64, AdamW)])
+def test_a_training_on_a_gpu_has_it_where_its_kernel_runs(monkeypatch, dtype, kind):
+    """In fp64 our op would take its time in torch, parameter by parameter."""
     monkeypatch.undo()
-    trainer = sft(use_cpu=False, max_steps=1)
-    trainer.train()
-    assert type(innermost(trainer.optimizer)) is OneLaunchAdamW
+    trainer = trained(sft(tiny_model(dtype=dtype), use_cpu=False, max_steps=1))
+    assert type(innermost(trainer.optimizer)) is kind

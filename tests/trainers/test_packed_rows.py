@@ -1,17 +1,17 @@
 """Trainings on packed rows: attention by lengths for student and teacher, in training and evaluation."""
 
-import copy
-
 import pytest
 import torch
+import trainings
 from packed import SquareTensors
 from peft import LoraConfig, PrefixTuningConfig
-from tiny import assert_same_gradients, completions, gradients, texts, tiny_model, tiny_tokenizer, train_args
-from transformers import masking_utils
+from tiny import assert_same_gradients, completions, gradients, texts, tiny_model
+from trainings import OnStep, logged, trained
+from transformers import MambaConfig, MambaForCausalLM, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from trl import SFTConfig, SFTTrainer
 
-from liger_trainer import DistillationCallback, LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import DistillationCallback, LigerConfig
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching.packing.document_mask import documents_come_along
 
@@ -19,25 +19,22 @@ PACKING = {"packing": True, "max_length": 24, "per_device_train_batch_size": 2, 
 PACKED = "liger_packed_sdpa"
 
 
-def sft(model=None, cls=LigerConfig, data=None, eval_data=None, trainer=LigerTrainer, **options):
-    keywords = {name: options.pop(name) for name in ("peft_config", "data_collator") if name in options}
-    return trainer(
-        model=model or tiny_model("qwen3"), args=train_args(cls, **{**PACKING, "max_steps": 2, **options}),
-        train_dataset=data or texts(16), eval_dataset=eval_data, processing_class=tiny_tokenizer(), **keywords,
-    )  # fmt: skip
+def sft(model=None, data=None, **options):
+    model = tiny_model("qwen3") if model is None else model
+    options = {**PACKING, "config": LigerConfig, "max_steps": 2, **options}
+    return trainings.sft(model, texts(16) if data is None else data, **options)
 
 
-def distill(model, teacher_model, **options):
-    args = train_args(LigerDistillConfig, **{**PACKING, "max_steps": 2, **options})
-    return LigerDistillTrainer(
-        model=model or tiny_model("qwen3"), teacher_model=teacher_model, args=args, train_dataset=completions(16),
-        eval_dataset=completions(8, seed=1), processing_class=tiny_tokenizer(),
-    )  # fmt: skip
+def distill(student, teacher, **options):
+    return trainings.distill(student, teacher, completions(16), **PACKING, max_steps=2, **options)
 
 
-def logged(trainer):
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+def losses_of(trainer):
+    return logged(trained(trainer))
+
+
+def first_batch(trainer):
+    return next(iter(trainer.get_train_dataloader()))
 
 
 def test_auto_and_model_train_alike():
@@ -49,7 +46,7 @@ def test_auto_and_model_train_alike():
     assert by_lengths.model.config._attn_implementation == PACKED and own.model.config._attn_implementation == "sdpa"
     assert "packed attention" in str(by_lengths.patched.report) and "packed" not in str(own.patched.report)
     assert by_lengths.evaluate()["eval_loss"] == pytest.approx(own.evaluate()["eval_loss"], rel=1e-6)
-    assert logged(by_lengths) == pytest.approx(logged(own), rel=1e-5)
+    assert losses_of(by_lengths) == pytest.approx(losses_of(own), rel=1e-5)
     assert_same_gradients(dict(by_lengths.model.named_parameters()), dict(own.model.named_parameters()), 1e-4)
 
 
@@ -73,13 +70,12 @@ def test_documents_are_numbered_as_transformers_does():
 
 
 def test_a_step_is_that_of_documents_one_by_one():
-    """Through TRL's packing and collator, beside rows of one document."""
+    """Through TRL's packing and collator, compared with rows of one document."""
     data = texts(12, seed=3)
     steps = []
     for how in ({"per_device_train_batch_size": 8}, {"packing": False, "per_device_train_batch_size": 12}):
         trainer = sft(tiny_model("qwen3"), data=data, **how, max_length=32)
-        batch = next(iter(trainer.get_train_dataloader()))
-        batch = trainer._prepare_inputs(batch)
+        batch = first_batch(trainer)
         items = (batch["labels"][:, 1:] != -100).sum()
         trainer.compute_loss(trainer.model, batch, num_items_in_batch=items).backward()
         steps.append(gradients(trainer.model))
@@ -88,7 +84,7 @@ def test_a_step_is_that_of_documents_one_by_one():
 
 def test_no_tensor_has_two_sides_of_the_row():
     trainer = sft(attention="auto")
-    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    batch = first_batch(trainer)
     length = batch["input_ids"].shape[1]
     assert length not in (32, 48, 64) and len(batch["cu_seq_lens_q"]) > 3
     with SquareTensors(length) as squares:
@@ -101,13 +97,10 @@ def test_teachers_read_packed_rows_by_lengths_too(teacher):
     losses = []
     for attention in ("auto", "model"):
         student, other = tiny_model("qwen3"), tiny_model("llama", seed=1)
-        options = {"attention": attention, "teacher": "self" if teacher == "self" else "model"}
+        options: dict = {"attention": attention}
         if teacher == "self":
-            args = train_args(LigerDistillConfig, **{**PACKING, "max_steps": 2, **options})
-            trainer = LigerDistillTrainer(
-                model=student, args=args, train_dataset=completions(16), processing_class=tiny_tokenizer(),
-                peft_config=LoraConfig(target_modules="all-linear", r=2, task_type="CAUSAL_LM"),
-            )  # fmt: skip
+            lora = LoraConfig(target_modules="all-linear", r=2, task_type="CAUSAL_LM")
+            trainer = distill(student, "self", peft_config=lora, **options)
         elif teacher == "ensemble":
             others = {"one": other, "two": tiny_model("gemma3", seed=2)}
             trainer = distill(student, others, **options, teachers=[{"name": "one"}, {"name": "two"}])
@@ -116,13 +109,13 @@ def test_teachers_read_packed_rows_by_lengths_too(teacher):
         name = PACKED if attention == "auto" else "sdpa"
         models = {"model": [other], "self": [student], "ensemble": [*getattr(trainer.teaching, "models", {}).values()]}
         assert {model.config._attn_implementation for model in (student, *models[teacher])} == {name}
-        losses.append(logged(trainer))
+        losses.append(losses_of(trainer))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_a_changed_document_moves_no_other_in_a_training():
     trainer = sft(tiny_model("gemma3"))
-    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    batch = first_batch(trainer)
     ends = batch["cu_seq_lens_q"].tolist()
 
     def log_probs(ids):
@@ -144,12 +137,8 @@ def test_the_model_is_given_back():
     trainer = sft(model)
     trainer.patched.undo()
     assert model.config._attn_implementation == "sdpa"
-    again = sft(model, attention="model")
-    assert again.model.config._attn_implementation == "sdpa"
-    third = sft(model, attention="auto")
-    assert third.model.config._attn_implementation == PACKED
-    sft(model, attention="model")
-    assert model.config._attn_implementation == "sdpa"
+    for attention, name in (("model", "sdpa"), ("auto", PACKED), ("model", "sdpa")):
+        assert sft(model, attention=attention).model.config._attn_implementation == name
 
 
 def test_a_checkpoint_says_nothing_of_it(tmp_path):
@@ -166,10 +155,10 @@ def test_rows_that_are_one_sequence_need_no_mask(options, monkeypatch):
     trainers = {name: sft(attention=name, data=texts(16), **options) for name in ("model", "auto")}
     assert trainers["model"].packed_rows is None
     assert trainers["model"].model.config._attn_implementation == "sdpa"
-    want, made = logged(trainers["model"]), []
+    want, made = losses_of(trainers["model"]), []
     sdpa_mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", lambda **how: made.append(1) or sdpa_mask(**how))
-    assert logged(trainers["auto"]) == pytest.approx(want, rel=1e-5)
+    assert losses_of(trainers["auto"]) == pytest.approx(want, rel=1e-5)
     assert not made
 
 
@@ -190,12 +179,8 @@ def test_evaluation_alone_is_not_packed():
     sft(packing=False, padding_free=True, max_length=None, eval_data=texts(8, seed=1))
 
 
-def test_trl_s_arguments_pack_by_lengths_too():
-    assert sft(cls=SFTConfig).model.config._attn_implementation == PACKED
-
-
 def test_a_collator_of_one_s_own():
-    """Positions that start anew are enough."""
+    """Positions that start again are enough."""
 
     def collate(rows):
         ids = torch.cat([torch.tensor(row["input_ids"]) for row in rows])[None]
@@ -206,28 +191,23 @@ def test_a_collator_of_one_s_own():
     trainer = sft(data=data, packing=False, data_collator=collate, per_device_train_batch_size=8, max_steps=1)
     assert trainer.model.config._attn_implementation == PACKED
     padded = sft(data=data, packing=False, per_device_train_batch_size=8, max_steps=1)
-    assert logged(trainer) == pytest.approx(logged(padded), rel=1e-5)
+    assert losses_of(trainer) == pytest.approx(losses_of(padded), rel=1e-5)
 
 
 def test_the_callback_reads_packed_rows_by_lengths():
     teacher, seen = tiny_model("llama", seed=1), []
-    callback = DistillationCallback(teacher)
-
-    class Watch(SFTTrainer):
-        def training_step(self, model, *args, **kwargs):
-            seen.append((model.config._attn_implementation, teacher.config._attn_implementation))
-            return super().training_step(model, *args, **kwargs)
-
-    student = tiny_model("qwen3")
-    trainer = sft(student, cls=SFTConfig, trainer=Watch)
-    trainer.add_callback(callback)
+    student, trls = tiny_model("qwen3"), {"config": SFTConfig, "cls": SFTTrainer}
+    trainer = sft(student, callbacks=[DistillationCallback(teacher)], **trls)
+    look = OnStep(lambda: seen.append([model.config._attn_implementation for model in (student, teacher)]))
+    trainer.add_callback(look)
     trainer.train()
-    assert set(seen) == {(PACKED, PACKED)}
+    assert seen == [[PACKED, PACKED]] * 2
     assert student.config._attn_implementation == "sdpa"
+    assert sft(config=SFTConfig).model.config._attn_implementation == PACKED  # TRL's arguments in our trainer
 
 
 def test_models_that_mix_documents_are_refused():
-    for make in (sft, lambda model: distill(tiny_model("llama"), model)):
+    for make in (sft, lambda model: distill(tiny_model(), model)):
         with pytest.raises(ConfigError, match="position_ids"):
             make(tiny_mamba())
     sft(tiny_mamba(), packing=False)
@@ -236,10 +216,8 @@ def test_models_that_mix_documents_are_refused():
 
 
 def tiny_mamba():
-    import transformers
-
-    config = transformers.MambaConfig(
+    config = MambaConfig(
         vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2, pad_token_id=60, eos_token_id=61,
         tie_word_embeddings=False,
     )  # fmt: skip
-    return copy.deepcopy(transformers.MambaForCausalLM(config))
+    return MambaForCausalLM(config)

@@ -1,21 +1,24 @@
-"""Trainings that see quantised weights, beside torchao's own quantisation-aware layers and the model that is loaded."""
+"""Trainings that see quantised weights, compared with torchao's quantisation-aware layers and the loaded model."""
 
 import copy
 import itertools
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trainings
 from accelerate import cpu_offload
 from peft import LoraConfig
-from tiny import FirstGradients, assert_same_gradients, completions, tiny_model, tiny_tokenizer, train_args
+from tiny import FirstGradients, assert_same_gradients, completions, tiny_model, train_args
 from torch import nn
+from trainings import logged, trained
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig, TrainerCallback
 from trl import SFTTrainer
 
-from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import LigerConfig
 from liger_trainer.errors import ConfigError
 
 pytest.importorskip("torchao", reason='needs torchao: pip install -e ".[qat]"')
@@ -33,16 +36,19 @@ RUN: dict[str, Any] = {
 FORMATS = ("int4", "int8", "nvfp4")
 
 
-def sft(model: Any = None, callbacks=(), **options) -> Any:
-    model = tiny_model("llama") if model is None else model
-    return LigerTrainer(
-        model, train_args(LigerConfig, **{**RUN, **options}), train_dataset=completions(), eval_dataset=completions(6),
-        processing_class=tiny_tokenizer(), callbacks=list(callbacks),
-    )  # fmt: skip
+INT4 = {"qat": "int4", "qat_group_size": 16}
+
+
+def sft(model: Any = None, **options) -> Any:
+    return trainings.sft(model, None, completions(6), config=LigerConfig, **{**RUN, **options})
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_weights(model: Any, want: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(p, want[name]) for name, p in model.named_parameters())
 
 
 def as_used(model: Any, qat: str) -> nn.Module:
@@ -63,7 +69,7 @@ def test_the_model_has_the_numbers_of_torchao(qat):
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {f"{name}.weight" for name in linear_layers(model)} and "lm_head.weight" not in changed
     with trainer.quantised.lifted():
-        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        assert_weights(model, before)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -71,23 +77,18 @@ def test_gradients_are_those_of_torchaos_own_layers(accumulation):
     """torchao's layers under TRL's trainer; it passes no gradient at numbers that were clamped, and ours does."""
     firsts = FirstGradients(), FirstGradients()
     options = {"gradient_accumulation_steps": accumulation, "max_steps": 1, "logging_steps": 1}
-    ours = sft(tiny_model("llama", intermediate_size=64), [firsts[0]], qat="int8", **options)
+    ours = sft(tiny_model("llama", intermediate_size=64), callbacks=[firsts[0]], qat="int8", **options)
     model: Any = tiny_model("llama", intermediate_size=64)
     layers = linear_layers(model).values()
     config = QATConfig(torchao_config("int8", 32), step="prepare")  # pyright: ignore[reportArgumentType]
     quantize_(model, config, lambda module, name: any(module is layer for layer in layers))
     assert sum(isinstance(module, FakeQuantizedLinear) for module in model.modules()) == 14
-    theirs = SFTTrainer(
-        model, args=train_args(LigerConfig, **{**RUN, **options}), train_dataset=completions(),
-        processing_class=tiny_tokenizer(), callbacks=[firsts[1]],
-    )  # fmt: skip
-    for trainer in (ours, theirs):
-        trainer.train()
+    theirs = sft(model, cls=SFTTrainer, callbacks=[firsts[1]], **options)
+    losses = [logged(trained(trainer))[0] for trainer in (ours, theirs)]
     got, want = (first.values for first in firsts)
     clamped = {name: (want[name] == 0) & (got[name] != 0) for name in want}
     assert sum(int(mask.sum()) for mask in clamped.values()) < 0.1 * sum(p.numel() for p in want.values())
     assert_same_gradients({name: got[name].masked_fill(clamped[name], 0) for name in got}, want)
-    losses = [trainer.state.log_history[0]["loss"] for trainer in (ours, theirs)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -109,7 +110,7 @@ class Behind(TrainerCallback):
 def test_steps_are_those_of_a_straight_through_loop():
     """SGD on the weights behind, with gradients at the quantised ones, in plain torch; each step by itself, since a
     weight between two levels may be rounded to the other one."""
-    trainer = sft(qat="int4", qat_group_size=16, optim="sgd", lr_scheduler_type="constant", max_steps=3)
+    trainer = sft(**INT4, optim="sgd", lr_scheduler_type="constant", max_steps=3)
     model, behind = tiny_model("llama"), Behind(trainer)
     form, names = torchao_config("int4", 16), {f"{name}.weight" for name in linear_layers(model)}
     seen: list[Any] = []
@@ -135,32 +136,30 @@ def test_steps_are_those_of_a_straight_through_loop():
 
 def test_files_hold_the_weights_behind_and_load_as_they_were_trained(tmp_path):
     """What transformers makes of them with the same format is the model that was evaluated."""
-    trainer = sft(qat="int4", qat_group_size=16, output_dir=str(tmp_path))
-    trainer.train()
+    trainer = trained(sft(**INT4, output_dir=str(tmp_path)))
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     with trainer.quantised.lifted():
         behind = weights(trainer.model)
     saved: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(p, behind[name]) for name, p in saved.named_parameters())
+    assert_weights(saved, behind)
     how = TorchAoConfig(torchao_config("int4", 16))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, dtype=torch.float32)
     ids = torch.arange(9)[None]
     torch.testing.assert_close(loaded(ids).logits, trainer.model(ids).logits, rtol=1e-5, atol=1e-5)
     plain = sft(copy.deepcopy(saved)).evaluate()["eval_loss"]
-    again = sft(saved, qat="int4", qat_group_size=16).evaluate()["eval_loss"]
+    again = sft(saved, **INT4).evaluate()["eval_loss"]
     assert again == pytest.approx(evaluated, rel=1e-6) and again != pytest.approx(plain)
 
 
 def test_a_resumed_training_ends_like_one_that_went_through(tmp_path):
-    options = {"qat": "int4", "qat_group_size": 16, "save_strategy": "steps", "save_steps": 2}
-    through = sft(**options, output_dir=str(tmp_path / "through"))
-    through.train()
+    options = {**INT4, "save_strategy": "steps", "save_steps": 2}
+    through = trained(sft(**options, output_dir=str(tmp_path / "through")))
     again = sft(**options, output_dir=str(tmp_path / "through"))
-    again.train(resume_from_checkpoint=str(tmp_path / "through" / "checkpoint-2"))
-    assert all(torch.equal(p, weights(through.model)[name]) for name, p in again.model.named_parameters())
+    trained(again, str(tmp_path / "through" / "checkpoint-2"))
+    assert_weights(again.model, weights(through.model))
     with through.quantised.lifted(), again.quantised.lifted():
-        assert all(torch.equal(p, weights(through.model)[name]) for name, p in again.model.named_parameters())
+        assert_weights(again.model, weights(through.model))
 
 
 class OtherLayers(LlamaForCausalLM):
@@ -190,15 +189,15 @@ def test_the_layers_are_those_that_transformers_quantises(tmp_path):
 @pytest.mark.parametrize("again", [{"qat": "int8"}, {}])
 def test_a_later_trainer_of_the_model_gets_the_weights_behind(again, tmp_path):
     """It does not quantise the quantised; the trainer before saves the same, and neither trains nor measures."""
-    first = sft(qat="int4", qat_group_size=16, output_dir=str(tmp_path))
+    first = sft(**INT4, output_dir=str(tmp_path))
     with first.quantised.lifted():
         behind = weights(first.model)
     copied, later = sft(copy.deepcopy(first.model), **again), sft(first.model, **again)
     first.save_model()
-    saved: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
-    with copied._unquantised(), later._unquantised():
-        for model in (copied.model, later.model, saved):
-            assert all(torch.equal(p, behind[name]) for name, p in model.named_parameters())
+    assert_weights(AutoModelForCausalLM.from_pretrained(tmp_path), behind)
+    for trainer in (copied, later):
+        with trainer.quantised.lifted() if again else nullcontext():
+            assert_weights(trainer.model, behind)
     now = "are quantised anew" if again else "are no longer quantised"
     for use in (first.train, first.evaluate):
         with pytest.raises(ConfigError, match=f"a trainer that was made later has got this model, whose weights {now}"):
@@ -207,23 +206,30 @@ def test_a_later_trainer_of_the_model_gets_the_weights_behind(again, tmp_path):
 
 def test_an_earlier_trainer_does_not_train_weights_that_a_later_one_has_quantised():
     first = sft()
-    sft(first.model, qat="int4", qat_group_size=16)
+    sft(first.model, **INT4)
     for use in (first.train, first.evaluate):
         with pytest.raises(ConfigError, match="whose weights are quantised anew"):
             use()
 
 
-def test_a_training_after_the_release_is_refused():
-    trainer = sft(qat="int4", qat_group_size=16)
-    trainer.quantised.release()
-    with pytest.raises(ConfigError, match="the weights have been released"):
-        trainer.train()
+UNTRAINABLE = {  # what is done to a trainer, and what is said
+    "a release": (lambda trainer: trainer.quantised.release(), "the weights have been released"),
+    "a model made when training begins": (
+        lambda trainer: setattr(trainer, "model_init", lambda: tiny_model("llama")), "no model_init",
+    ),
+    "an optimizer that swaps weights for evaluations": (  # as those of schedulefree
+        lambda trainer: setattr(trainer.create_optimizer(), "eval", lambda: None),
+        "AdamW, which swaps weights for evaluations",
+    ),
+}  # fmt: skip
 
 
-def test_models_made_when_training_begins_are_refused():
-    trainer = sft(qat="int4", qat_group_size=16)
-    trainer.model_init = lambda: tiny_model("llama")
-    with pytest.raises(ConfigError, match="no model_init"):
+@pytest.mark.parametrize("what", UNTRAINABLE)
+def test_a_training_that_is_refused(what):
+    change, message = UNTRAINABLE[what]
+    trainer = sft(**INT4)
+    change(trainer)
+    with pytest.raises(ConfigError, match=message):
         trainer.train()
 
 
@@ -233,46 +239,31 @@ class Interrupted(TrainerCallback):
 
 
 def test_a_training_after_an_interrupted_update_sees_quantised_weights():
-    options = {"qat": "int4", "qat_group_size": 16, "max_steps": 1, "logging_steps": 1}
-    through, again = sft(**options), sft(**options)
-    through.train()
+    through, again = (sft(**INT4, max_steps=1) for _ in range(2))
     again.add_callback(Interrupted)
     with pytest.raises(KeyboardInterrupt):
         again.train()
     again.remove_callback(Interrupted)
-    again.train()
-    assert again.state.log_history[0]["loss"] == through.state.log_history[0]["loss"]
-
-
-def test_optimizers_that_swap_weights_for_evaluations_are_refused():
-    trainer = sft(qat="int4", qat_group_size=16)
-    trainer.create_optimizer().eval = lambda: None  # as those of schedulefree have it
-    with pytest.raises(ConfigError, match="AdamW, which swaps weights for evaluations"):
-        trainer.train()
+    assert logged(trained(again)) == logged(trained(through))
 
 
 def test_a_student_wins_back_what_its_format_lost():
     """Taught by its own weights before; the teacher is not quantised, and the loss of the student falls."""
-    args = train_args(LigerDistillConfig, **{**RUN, "max_steps": 40, "learning_rate": 3e-4, "qat": "int4"})
-    args.qat_group_size = 16
-    trainer: Any = LigerDistillTrainer(
-        tiny_model("llama"), tiny_model("llama"), args, train_dataset=completions(), eval_dataset=completions(12, 1),
-        processing_class=tiny_tokenizer(),
-    )  # fmt: skip
+    options = {**RUN, **INT4, "max_steps": 40, "learning_rate": 3e-4}
+    trainer = trainings.distill(tiny_model(), tiny_model(), None, completions(12, 1), **options)
     teacher = weights(trainer.teacher)
     lost = trainer.evaluate()["eval_forward_kl"]
     trainer.train()
-    assert all(torch.equal(p, teacher[name]) for name, p in trainer.teacher.named_parameters())
+    assert_weights(trainer.teacher, teacher)
     assert 0.001 < trainer.evaluate()["eval_forward_kl"] < 0.85 * lost
 
 
 def test_a_step_that_is_left_out_changes_no_weight():
-    trainer = sft(qat="int4", qat_group_size=16, on_non_finite="skip_step", max_steps=1)
+    trainer = sft(**INT4, on_non_finite="skip_step", max_steps=1)
     before = weights(trainer.model)
     compute = trainer.compute_loss
     trainer.compute_loss = lambda *args, **kwargs: compute(*args, **kwargs) * float("nan")
-    trainer.train()
-    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert_weights(trained(trainer).model, before)
 
 
 def offloaded() -> Any:
@@ -300,10 +291,7 @@ def test_what_does_not_go_is_said(model, options, message):
 
 def test_adapters_and_groups_of_other_formats_are_refused():
     with pytest.raises(ConfigError, match="load_in_4bit"):
-        LigerTrainer(
-            tiny_model("llama"), train_args(LigerConfig, **RUN, qat="int8"), train_dataset=completions(),
-            processing_class=tiny_tokenizer(), peft_config=LoraConfig(target_modules="all-linear"),
-        )  # fmt: skip
+        sft(qat="int8", peft_config=LoraConfig(target_modules="all-linear"))
     with pytest.raises(ConfigError, match="bf16_full_eval"):
         sft(qat="int8", bf16_full_eval=True)
     with pytest.raises(ValueError, match="qat_group_size"):

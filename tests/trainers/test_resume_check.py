@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from commands import save_models, write_rows
 from peft import LoraConfig
 from quick_cases import slow_but
 from tiny import CHAT_TEMPLATE, completions, texts, tiny_model, tiny_tokenizer, train_args
+from trainings import distill, sft
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
-from trl import SFTConfig
 
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import LigerDistillConfig
 from liger_trainer.cli import main
 from liger_trainer.common.checkpoints import MANIFEST, TRAINER_STATE, WITH_MANIFEST, checkpoints_in
 from liger_trainer.common.files import STATE
@@ -48,10 +49,6 @@ def row(i: int) -> dict:
     return {"messages": [{"role": "user", "content": f"w{i} w{i + 1}"}, {"role": "assistant", "content": f"w{i + 2}"}]}
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-
-
 def cli(*arguments: str) -> int:
     with pytest.raises(SystemExit) as stopped:
         main(list(arguments))
@@ -62,9 +59,7 @@ def cli(*arguments: str) -> int:
 def runs(tmp_path_factory):
     """Three runs, of 4 steps each, with their models and rows."""
     folder = tmp_path_factory.mktemp("runs")
-    for seed, name in enumerate(("student", "teacher")):
-        tiny_model("llama_tied", seed=seed).save_pretrained(folder / name)
-        tiny_tokenizer().save_pretrained(folder / name)
+    save_models(folder, "student", "teacher")
     write_rows(folder / "rows.jsonl", [row(i) for i in range(20)])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -204,12 +199,11 @@ def test_a_checkpoint_from_before_goes_on_with_one_warning(place, capsys):
 # In Python
 
 
-def make(tmp_path, model=None, data=None, **arguments) -> Any:
-    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "out")}
-    return LigerTrainer(
-        model or tiny_model(), args=train_args(SFTConfig, **options), train_dataset=data or completions(),
-        processing_class=arguments.pop("tokenizer", None) or tiny_tokenizer(), **arguments,
-    )  # fmt: skip
+SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+
+
+def make(tmp_path, model=None, data=None, **options) -> Any:
+    return sft(model, data, output_dir=str(tmp_path / "out"), **SAVING, **options)
 
 
 def resumed(trainer, tmp_path, **options):
@@ -232,11 +226,11 @@ def test_a_trainer_refuses_other_rows_unless_forced(tmp_path):
 
 def test_evaluation_rows_are_compared_by_name(tmp_path):
     tests = {"easy": completions(4, seed=1), "hard": completions(4, seed=2)}
-    make(tmp_path, eval_dataset=tests).train()
+    make(tmp_path, eval_data=tests).train()
     with pytest.raises(ConfigError, match="hard dataset: sha256") as refused:
-        resumed(make(tmp_path, eval_dataset={**tests, "hard": tests["easy"]}), tmp_path)
+        resumed(make(tmp_path, eval_data={**tests, "hard": tests["easy"]}), tmp_path)
     assert "easy" not in str(refused.value)
-    resumed(make(tmp_path, eval_dataset={**tests, "new": completions(4, seed=3)}), tmp_path)
+    resumed(make(tmp_path, eval_data={**tests, "new": completions(4, seed=3)}), tmp_path)
     resumed(make(tmp_path), tmp_path)
 
 
@@ -291,28 +285,24 @@ def test_of_a_stream_everything_but_its_rows_is_compared(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="chat template .* there, none now"):
-        resumed(make(tmp_path, data=texts().to_iterable_dataset(), tokenizer=tokenizer), tmp_path)
+        resumed(make(tmp_path, data=texts().to_iterable_dataset(), processing_class=tokenizer), tmp_path)
 
 
-def distill(tmp_path, teacher=None, kind="model", **options) -> Any:
-    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "out")}
-    args = train_args(LigerDistillConfig, teacher=kind, **saving, **options)
+def taught(tmp_path, teacher, **options) -> Any:
     data = completions().add_column("who", ["a", "b"] * 12)
-    return LigerDistillTrainer(
-        tiny_model(), args=args, teacher_model=teacher, train_dataset=data, processing_class=tiny_tokenizer()
-    )
+    return distill(None, teacher, data, output_dir=str(tmp_path / "out"), **SAVING, **options)
 
 
 def test_teachers_of_every_kind(tmp_path):
     one, other = (tiny_model(seed=seed) for seed in (5, 6))
     column = {"teacher_column": "who"}
     swapped = {"a": other, "b": one}
-    distill(tmp_path, {"a": one, "b": other}, **column).train()
-    resumed(distill(tmp_path, {"a": one, "b": other}, **column), tmp_path)
+    taught(tmp_path, {"a": one, "b": other}, **column).train()
+    resumed(taught(tmp_path, {"a": one, "b": other}, **column), tmp_path)
     with pytest.raises(ConfigError, match="teacher: teacher a.weights .* now, teacher b.weights .* now"):
-        resumed(distill(tmp_path, swapped, **column), tmp_path)
+        resumed(taught(tmp_path, swapped, **column), tmp_path)
     with pytest.raises(ConfigError, match="teacher: teachers a, b there, b, c now"):
-        resumed(distill(tmp_path, {"b": other, "c": one}), tmp_path)
+        resumed(taught(tmp_path, {"b": other, "c": one}), tmp_path)
 
 
 def test_completions_may_be_sampled_from_a_checkpoint_on(tmp_path):
@@ -323,14 +313,13 @@ def test_completions_may_be_sampled_from_a_checkpoint_on(tmp_path):
 @pytest.mark.parametrize("kind", ["topk", pytest.param("hidden", marks=pytest.mark.slow)])
 def test_another_cache(tmp_path, kind):
     def options(name):
-        return {"kind": "cache", "teacher_cache_dir": str(tmp_path / name), "cache_kind": kind}
+        return {"teacher": "cache", "teacher_cache_dir": str(tmp_path / name), "cache_kind": kind}
 
     for seed, name in ((5, "one"), (6, "other")):
-        chosen = {"teacher_cache_dir": str(tmp_path / name), "cache_kind": kind}
-        args = train_args(LigerDistillConfig, teacher="cache", **chosen)
+        args = train_args(LigerDistillConfig, **options(name))
         capture(tiny_model(seed=seed), args, tiny_tokenizer(), completions())
-    distill(tmp_path, **options("one")).train()
+    taught(tmp_path, **options("one")).train()
     shutil.copytree(tmp_path / "one", tmp_path / "moved")
-    resumed(distill(tmp_path, **options("moved")), tmp_path)
+    resumed(taught(tmp_path, **options("moved")), tmp_path)
     with pytest.raises(ConfigError, match=r"teacher \(.*one, now .*other\): fingerprints.teacher \w+... there"):
-        resumed(distill(tmp_path, **options("other")), tmp_path)
+        resumed(taught(tmp_path, **options("other")), tmp_path)

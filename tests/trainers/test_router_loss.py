@@ -8,11 +8,12 @@ from families import build
 from peft import LoraConfig
 from quick_cases import by_turns
 from splits import capture_gradients
-from tiny import completions, tiny_model, tiny_tokenizer, train_args
+from tiny import completions
+from trainings import a_teacher, batches_of, distill, sft
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import DistillationCallback
 
 COEF = 0.3
 SHORT = dict(max_steps=1, optim="sgd", learning_rate=0.0)
@@ -23,44 +24,24 @@ def student(family):
     return model.train()
 
 
-def teacher():
-    return tiny_model("gemma2", seed=5, hidden_size=48)
+def of(make, family, coef, **options):
+    return make(student(family), data=completions(8), router_aux_loss_coef=coef, **{**SHORT, **options})
 
 
-def distil(family, coef, peft_config=None, **options):
-    return LigerDistillTrainer(
-        student(family), teacher_model=teacher(), train_dataset=completions(8), processing_class=tiny_tokenizer(),
-        args=train_args(LigerDistillConfig, router_aux_loss_coef=coef, **{**SHORT, **options}), peft_config=peft_config,
-    )  # fmt: skip
-
-
-def by_callback(family, coef, **options):
-    callback = DistillationCallback(teacher())
-    return SFTTrainer(
-        student(family), args=train_args(SFTConfig, router_aux_loss_coef=coef, **{**SHORT, **options}),
-        train_dataset=completions(8), processing_class=tiny_tokenizer(), callbacks=[callback],
-    )  # fmt: skip
-
-
-def sft(family, coef, **options):
-    return LigerTrainer(
-        student(family), args=train_args(SFTConfig, router_aux_loss_coef=coef, **{**SHORT, **options}),
-        train_dataset=completions(8), processing_class=tiny_tokenizer(),
-    )  # fmt: skip
+def by_callback(model, **options):
+    return sft(model, cls=SFTTrainer, callbacks=[DistillationCallback(a_teacher())], **options)
 
 
 def step(trainer):
     """(loss, auxiliary loss or None, gradients, the batches) of a step that changes nothing."""
-    batches, prepare = [], trainer._prepare_inputs
-    trainer._prepare_inputs = lambda inputs: (batches.append(dict(prepared := prepare(inputs))), prepared)[1]
-    gradients = capture_gradients(trainer)
+    batches, gradients = batches_of(trainer), capture_gradients(trainer)
     trainer.train()
     logs = trainer.state.log_history[0]
     return logs["loss"], logs.get("aux_loss"), gradients, batches
 
 
 def stock(family, batches):
-    """The mean auxiliary loss of the batches and its gradients, by transformers' model alone."""
+    """The mean auxiliary loss of the batches and its gradients, by transformers' model."""
     model = student(family)
     names = ("input_ids", "attention_mask", "position_ids")
     losses = [
@@ -71,18 +52,18 @@ def stock(family, batches):
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in product(["mixtral", "granitemoe"], [distil, sft])]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in product(["mixtral", "granitemoe"], [distill, sft])]
 
 
-@pytest.mark.parametrize(("family", "make"), by_turns(["qwen3_moe", "gpt_oss"], [distil, sft]) + SLOW)
+@pytest.mark.parametrize(("family", "make"), by_turns(["qwen3_moe", "gpt_oss"], [distill, sft]) + SLOW)
 def test_value_and_gradient_are_stock_transformers(make, family):
     ids = torch.arange(5)[None]
     try:
         student(family)(input_ids=ids, labels=ids, output_router_logits=True)
     except AttributeError:
         pytest.skip("this transformers gets no router logits from it")
-    plain_loss, none, plain, _ = step(make(family, 0.0))
-    loss, aux, gradients, batches = step(make(family, COEF))
+    plain_loss, none, plain, _ = step(of(make, family, 0.0))
+    loss, aux, gradients, batches = step(of(make, family, COEF))
     want, of_aux = stock(family, batches)
     assert none is None and aux == pytest.approx(want, rel=1e-5) and want > 0.5
     assert loss == pytest.approx(plain_loss + COEF * want, rel=1e-5)
@@ -96,8 +77,9 @@ def test_value_and_gradient_are_stock_transformers(make, family):
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}], ids=str)
 def test_the_callback_and_accumulation(options):
     """A stock trainer with the callback, and LigerDistillTrainer, take the same step."""
-    ours, stocks = distil("qwen3_moe", COEF, **options), by_callback("qwen3_moe", COEF, **options)
-    (loss, aux, gradients, batches), (other, _, others, _) = step(ours), step(stocks)
+    (loss, aux, gradients, batches), (other, _, others, _) = (
+        step(of(make, "qwen3_moe", COEF, **options)) for make in (distill, by_callback)
+    )
     assert aux == pytest.approx(stock("qwen3_moe", batches)[0], rel=1e-5)
     assert loss == pytest.approx(other, rel=1e-5)
     for name in others:
@@ -111,7 +93,7 @@ def test_with_adapters_on_the_experts():
     results = {}
     for coef in (0.0, COEF):
         torch.manual_seed(4)
-        results[coef] = step(distil("qwen3_moe", coef, peft_config=config))
+        results[coef] = step(of(distill, "qwen3_moe", coef, peft_config=config))
     loss, aux, gradients, _ = results[COEF]
     plain_loss, _, plain, _ = results[0.0]
     assert loss == pytest.approx(plain_loss + COEF * aux, rel=1e-5)

@@ -13,10 +13,11 @@ from commands import call, save_models, settings, write_rows
 from datasets import Dataset, concatenate_datasets
 from quick_cases import slow_but
 from served import served
-from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
+from tiny import WORDS, tiny_model, tiny_tokenizer
 from torch.nn.functional import cross_entropy, kl_div
+from trainings import distill, logged, sft, trained, weights_of
 
-from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import LigerConfig
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.extras.cross_tokenizer.uld import UldAnswer
 from liger_trainer.losses.cross_entropy import cross_entropy_loss
@@ -39,27 +40,23 @@ def rows(weights=None, seed=None) -> Dataset:
 def trainer_of(data: Dataset, weighted: bool, teacher_model=None, eval_data=None, **options):
     """A trainer whose one step is minus the gradient, over all rows at once."""
     options = {
-        "max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
-        "weight_decay": 0.0, "warmup_steps": 0, "per_device_train_batch_size": N, "logging_steps": 1,
-        "weight_column": "weight" if weighted else None, **options,
+        "max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "weight_decay": 0.0,
+        "warmup_steps": 0, "per_device_train_batch_size": N, "weight_column": "weight" if weighted else None, **options,
     }  # fmt: skip
     distils = teacher_model is not None or "teacher" in options
-    cls, config = (LigerDistillTrainer, LigerDistillConfig) if distils else (LigerTrainer, LigerConfig)
-    more = {} if teacher_model is None else {"teacher_model": teacher_model}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        args = train_args(config, **options)
-        model, data = tiny_model(seed=1), {"train_dataset": data, "eval_dataset": eval_data}
-        return cls(model, args=args, processing_class=tiny_tokenizer(), **data, **more)
+        if not distils:
+            return sft(tiny_model(seed=1), data, eval_data, config=LigerConfig, **options)
+        return distill(tiny_model(seed=1), teacher_model or options.pop("teacher"), data, eval_data, **options)
 
 
 def step(*args, **options) -> tuple[dict[str, torch.Tensor], float]:
     """The gradient of one step by the change of the weights, and the logged loss."""
     trainer = trainer_of(*args, **options)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    gradient = {name: before[name] - p.detach() for name, p in trainer.model.named_parameters()}
-    return gradient, trainer.state.log_history[0]["loss"]
+    before = weights_of(trainer)
+    after = weights_of(trained(trainer))
+    return {name: before[name] - after[name] for name in before}, logged(trainer)[0]
 
 
 def assert_close(got, want, factor: float = 1.0, rtol: float = 2e-4):
@@ -140,8 +137,7 @@ def test_rows_of_weight_0_are_as_if_they_were_not_there(case):
 
 
 def test_a_servers_tokens_are_weighted_too():
-    weights = [float(i % 2) for i in range(N)]
-    data = rows(weights)
+    data = rows([float(i % 2) for i in range(N)])
     kept = data.select(range(1, N, 2))
     tokens = supervised(data)
     with served(tiny_model(seed=7)) as server:
@@ -190,11 +186,6 @@ def test_what_is_no_weight_is_refused(name):
         trainer_of(data(), True, per_device_train_batch_size=4, **options)
 
 
-def test_sampled_completions_have_no_weight():
-    with pytest.raises(ValueError, match="weight_column: does not go with completions that are sampled"):
-        LigerDistillConfig("out", weight_column="weight", lmbda=0.5)
-
-
 def sparse(logits: torch.Tensor) -> SparseAnswer:
     top, shape = logits.log_softmax(-1).topk(5, -1), logits.shape[:-1]
     ids, zeros = top.indices.int(), torch.zeros(shape)
@@ -216,7 +207,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_stored_logits_are_weighted_too(name):
-    """The loss is that of each token alone, times its weight, whatever the others weigh."""
+    """The loss is each token's own, times its weight, whatever the others weigh."""
     answer_of, options = ANSWERS[name]
     student, teacher = torch.randn(2, 2, 5, 16) * 3
     labels, weights = torch.randint(16, (2, 5)), torch.rand(2, 5)

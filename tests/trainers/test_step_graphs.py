@@ -5,15 +5,17 @@ import types
 
 import pytest
 import torch
+import trainings
 from caches import captured, trainer_of
 from datasets import Dataset
 from peft import LoraConfig
 from tiny import WORDS, completions, texts, tiny_model, tiny_tokenizer, train_args
+from trainings import logged, trained, weights_of
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import LigerConfig, LigerTrainer
 from liger_trainer.common.module_walks import without_walks
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.errors import ConfigError
@@ -22,32 +24,23 @@ from liger_trainer.trainers import step_graphs
 from liger_trainer.trainers.step_graphs import FixedShapes, pad_to_few_shapes
 
 
-def sft(model=None, rows=None, cls=LigerTrainer, callbacks=None, peft_config=None, data_collator=None, **options):
-    args = train_args(LigerConfig if cls is LigerTrainer else SFTConfig, **{"max_steps": 3, **options})
-    return cls(
-        model or tiny_model("qwen3"), args=args, train_dataset=rows or completions(), eval_dataset=rows,
-        processing_class=tiny_tokenizer(), callbacks=callbacks, peft_config=peft_config,
-        data_collator=data_collator,
-    )  # fmt: skip
+def sft(model=None, rows=None, cls=LigerTrainer, **options):
+    config = LigerConfig if cls is LigerTrainer else SFTConfig
+    model = tiny_model("qwen3") if model is None else model
+    return trainings.sft(model, rows or completions(), rows, cls=cls, config=config, **{"max_steps": 3, **options})
 
 
 def test_without_a_gpu_auto_does_nothing_and_always_is_refused():
-    trainer = sft(cuda_graphs="auto")
-    trainer.train()
-    assert trainer.graph_reports == {}
+    assert trained(sft(cuda_graphs="auto")).graph_reports == {}
     trainer = sft(cuda_graphs="always")
     with pytest.raises(ConfigError, match="cuda_graphs: always does not go with this training: the device is cpu"):
         trainer.train()
     assert not {"train", "zero_grad"} & set(vars(trainer.model))
-    with pytest.raises(ValueError, match="cuda_graphs: expected one of auto, always, never"):
-        sft(cuda_graphs="on")
 
 
 def test_floating_point_operations_are_those_of_trl():
-    ours, trl = (sft(cls=cls) for cls in (LigerTrainer, SFTTrainer))
-    for trainer in (ours, trl):
-        trainer.train()
-    assert ours.state.total_flos == trl.state.total_flos > 0
+    ours, trl = (trained(sft(cls=cls)).state.total_flos for cls in (LigerTrainer, SFTTrainer))
+    assert ours == trl > 0
 
 
 class PutsToEval(TrainerCallback):
@@ -110,19 +103,17 @@ class PadsOnTheLeft(DataCollatorForLanguageModeling):
 
 
 def test_padding_elsewhere_is_masked():
-    losses = [], []
-    for collator, kept in zip((None, PadsOnTheLeft(pad_token_id=1)), losses, strict=True):
+    losses = []
+    for collator in (None, PadsOnTheLeft(pad_token_id=1)):
         torch.manual_seed(0)
-        trainer = sft(data_collator=collator, learning_rate=0.0, logging_steps=1)
-        trainer.train()
-        kept += [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        losses.append(logged(trained(sft(data_collator=collator, learning_rate=0.0))))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_pinned_batches_do_not_wait_for_the_device(pinned):
     args = train_args(LigerConfig)
-    args.dataloader_pin_memory = pinned
+    args.dataloader_pin_memory = pinned  # which a configuration without a GPU sets to False
     trainer = LigerTrainer(tiny_model(), args=args, train_dataset=completions(), processing_class=tiny_tokenizer())
     assert trainer.accelerator.non_blocking is pinned
 
@@ -233,14 +224,12 @@ CASES = {
 
 
 def losses_with(cuda_graphs, options, peft_config):
-    trainer = sft(
+    trainer = trained(sft(
         tiny_model("qwen3", num_hidden_layers=3), fixed_rows(), peft_config=peft_config, cuda_graphs=cuda_graphs,
         **{**ON_GPU, **options},
-    )  # fmt: skip
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    weights = {n: p.detach().float().cpu() for n, p in trainer.model.named_parameters() if p.requires_grad}
-    return [log["loss"] for log in logs], [log["grad_norm"] for log in logs], weights, trainer.graph_reports
+    ))  # fmt: skip
+    weights = {n: p.float() for n, p in weights_of(trainer).items() if trainer.model.get_parameter(n).requires_grad}
+    return logged(trainer), logged(trainer, "grad_norm"), weights, trainer.graph_reports
 
 
 @pytest.mark.gpu
@@ -260,13 +249,11 @@ def test_a_training_in_graphs_is_the_one_without(options, peft_config):
 def test_distillation_in_graphs_is_the_one_without():
     curves = []
     for mode in ("never", "always"):
-        args = train_args(LigerDistillConfig, **ON_GPU, cuda_graphs=mode, losses=[{"type": "forward_kl"}])
-        trainer = LigerDistillTrainer(
-            tiny_model("qwen3", num_hidden_layers=3), teacher_model=tiny_model("qwen3", seed=1), args=args,
-            train_dataset=fixed_rows(), processing_class=tiny_tokenizer(),
-        )  # fmt: skip
-        trainer.train()
-        curves.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        trainer = trained(trainings.distill(
+            tiny_model("qwen3", num_hidden_layers=3), tiny_model("qwen3", seed=1), fixed_rows(), **ON_GPU,
+            cuda_graphs=mode, losses=[{"type": "forward_kl"}],
+        ))  # fmt: skip
+        curves.append(logged(trainer))
     assert set(trainer.graph_reports) == {"student", "teacher"}
     assert all("hidden states of 2x16x32" in report for report in trainer.graph_reports.values())
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
@@ -319,17 +306,16 @@ def test_dropout_in_graphs_differs_from_step_to_step(where):
     model = tiny_model("llama", attention_dropout=0.5 if where == "attention" else 0.0)
     adapters = LoraConfig(target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
     options = {**ON_GPU, "learning_rate": 0.0, "peft_config": adapters if where == "adapters" else None}
-    trainer = sft(model, fixed_rows(2), cuda_graphs="always", **options)
-    trainer.train()
+    trainer = trained(sft(model, fixed_rows(2), cuda_graphs="always", **options))
     assert "2x16x32" in trainer.graph_reports["student"]
-    replayed = [log["loss"] for log in trainer.state.log_history if "loss" in log][3:]
+    replayed = logged(trainer)[3:]
     assert len(set(replayed)) == len(replayed)
 
 
 @pytest.mark.gpu
 def test_what_cannot_be_recorded_is_said_and_runs_as_it_is():
-    trainer = sft(tiny_model("mixtral", output_router_logits=False), fixed_rows(), cuda_graphs="auto", **ON_GPU)
-    trainer.train()
+    model = tiny_model("mixtral", output_router_logits=False)
+    trainer = trained(sft(model, fixed_rows(), cuda_graphs="auto", **ON_GPU))
     assert trainer.graph_reports["student"].startswith("CUDA graphs: none for the student: ")
     assert trainer.state.global_step == 10
 
@@ -337,7 +323,6 @@ def test_what_cannot_be_recorded_is_said_and_runs_as_it_is():
 @pytest.mark.gpu
 def test_rows_of_many_lengths_train_without_graphs_of_all():
     options = {"per_device_train_batch_size": 2, "max_steps": 20, "use_cpu": False, "dataloader_pin_memory": True}
-    trainer = sft(rows=texts(40), cuda_graphs="always", **options)
-    trainer.train()
+    trainer = trained(sft(rows=texts(40), cuda_graphs="always", **options))
     assert trainer.state.global_step == 20
     assert trainer.graph_reports["student"].count("x32") <= 16

@@ -3,10 +3,11 @@
 from typing import Any
 
 import pytest
-from tiny import completions, tiny_model, tiny_tokenizer, train_args
-from trl import SFTConfig, SFTTrainer
+from tiny import completions
+from trainings import distill, sft, trained
+from trl import SFTTrainer
 
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import LigerDistillTrainer, LigerTrainer
 
 ADDED = 100.0
 
@@ -26,7 +27,7 @@ def twice(trainer, compute_loss, model, inputs, return_outputs, **kwargs):
     return passes_it_on(trainer, compute_loss, model, inputs, return_outputs, **kwargs)
 
 
-def make(base: Any, change: Any = None, family: str = "llama", **options) -> Any:
+def make(base: Any, change: Any = None, **options) -> Any:
     class Changed(base):
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
             parent = super().compute_loss
@@ -34,22 +35,15 @@ def make(base: Any, change: Any = None, family: str = "llama", **options) -> Any
                 return parent(model, inputs, return_outputs=return_outputs, **kwargs)
             return change(self, parent, model, inputs, return_outputs, **kwargs)
 
-    config, teacher = (SFTConfig, {})
-    if base is LigerDistillTrainer:
-        config, teacher = LigerDistillConfig, {"teacher_model": tiny_model(seed=3)}
-    args = train_args(config, **{"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 9, **options})
-    return Changed(
-        tiny_model(family), args=args, train_dataset=completions(9), eval_dataset=completions(9),
-        processing_class=tiny_tokenizer(), **teacher,
-    )  # fmt: skip
+    rows = {"data": completions(9), "eval_data": completions(9)}
+    options = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 9, **rows, **options}
+    return (distill if base is LigerDistillTrainer else sft)(cls=Changed, **options)
 
 
 @pytest.mark.parametrize("base", [LigerTrainer, LigerDistillTrainer])
 @pytest.mark.parametrize("change", [takes_outputs, passes_it_on, twice])
 def test_what_a_subclass_adds_is_in_every_loss(base, change):
-    plain, changed = make(base), make(base, change)
-    for trainer in (plain, changed):
-        trainer.train()
+    plain, changed = trained(make(base)), trained(make(base, change))
     for of in (
         lambda trainer: trainer.state.log_history[0]["loss"],
         lambda trainer: trainer.evaluate()["eval_loss"],

@@ -13,12 +13,13 @@ import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset, Features, List, Value
 from peft import LoraConfig
-from tiny import SPECIAL, VOCAB, WORDS, completions, texts, tiny_model, tiny_tokenizer, train_args
+from tiny import VOCAB, WORDS, completions, texts, tiny_model, tiny_tokenizer, train_args
+from trainings import batches_of, distill, logged, sft
+from trainings import trained as run
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import SFTConfig
 from trl.generation import vllm_client, vllm_generation
 
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import LigerDistillConfig
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.trainers.capture import capture
 from liger_trainer.trainers.samplers import ModelSampler
@@ -45,29 +46,17 @@ def with_tokens(*tokens: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make(student, taught_by, data=None, tokenizer=None, **options):
+def make(student, teacher, data=None, **options):
     options = {"max_completion_length": 4, "max_steps": 1, "learning_rate": 0.0, **options}
-    peft = options.pop("peft_config", None)
-    return LigerDistillTrainer(
-        student, teacher_model=taught_by, args=train_args(LigerDistillConfig, **options),
-        train_dataset=completions(16) if data is None else data, processing_class=tokenizer or tiny_tokenizer(),
-        peft_config=peft,
-    )  # fmt: skip
+    return distill(student, teacher, completions(16) if data is None else data, **options)
 
 
-def trained(trainer) -> list[torch.Tensor]:
-    """The token ids of each micro-batch."""
-    seen, compute = [], trainer.compute_loss
-
-    def compute_loss(model, inputs, *args, **kwargs):
-        seen.append(inputs["input_ids"].clone())
-        return compute(model, inputs, *args, **kwargs)
-
-    trainer.compute_loss = compute_loss
-    trainer.train()
-    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+def assert_known_tokens(trainer) -> None:
+    """Train, and look at all tokens that the losses are of."""
+    seen = batches_of(trainer)
+    losses = logged(run(trainer))
     assert losses and np.isfinite(losses).all()
-    return seen
+    assert max(int(batch["input_ids"].max()) for batch in seen) < VOCAB
 
 
 @pytest.mark.parametrize(
@@ -81,42 +70,34 @@ def trained(trainer) -> list[torch.Tensor]:
 )
 def test_rows_of_padding_are_not_sampled(student, teacher, whose):
     """Else: an IndexError in the embedding of the one that has fewer rows, an index out of bounds in the loss."""
-    student, teacher = hot(rows=student), hot(rows=teacher, seed=1)
-    assert max(int(ids.max()) for ids in trained(make(student, teacher, **whose))) < VOCAB
+    assert_known_tokens(make(hot(rows=student), hot(rows=teacher, seed=1), **whose))
 
 
 def test_nor_by_adapters_on_the_head_or_by_the_student_without_them():
     lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
-    trainer = make(hot(), hot(seed=3), lmbda=1.0, peft_config=lora)
-    assert max(int(ids.max()) for ids in trained(trainer)) < VOCAB
-    options = {"teacher": "self", "beta": 1.0, "lmbda": 0.5, "seq_kd": True}
-    trainer = make(hot(), None, peft_config=LoraConfig(r=2, task_type="CAUSAL_LM"), **options)
-    assert max(int(ids.max()) for ids in trained(trainer)) < VOCAB
+    assert_known_tokens(make(hot(), hot(seed=3), lmbda=1.0, peft_config=lora))
+    options = {"beta": 1.0, "lmbda": 0.5, "seq_kd": True}
+    assert_known_tokens(make(hot(), "self", peft_config=LoraConfig(r=2, task_type="CAUSAL_LM"), **options))
 
 
 def test_nor_in_the_evaluation_of_prompts_alone():
-    trainer = LigerDistillTrainer(
-        hot(), teacher_model=hot(seed=3), args=train_args(LigerDistillConfig, max_completion_length=6),
-        train_dataset=completions(4), eval_dataset=completions(4).remove_columns("completion"),
-        processing_class=tiny_tokenizer(),
-    )  # fmt: skip
-    assert np.isfinite(trainer.evaluate()["eval_loss"])
+    prompts = completions(4).remove_columns("completion")
+    assert np.isfinite(make(hot(), hot(seed=3), eval_data=prompts).evaluate()["eval_loss"])
 
 
 def test_tokens_of_one_tokenizer_alone_are_not_sampled(tmp_path):
     """The teacher's, which the student's tokenizer could not read, and the student's, which the teacher could not."""
     with_tokens("<tool>").save_pretrained(tmp_path)
     named = {"teacher_tokenizer_name_or_path": str(tmp_path)}
-    ids = trained(make(hot(rows=VOCAB + 3), hot(rows=VOCAB + 2, seed=3), lmbda=0.5, seq_kd=True, **named))
-    assert max(int(x.max()) for x in ids) < VOCAB
+    assert_known_tokens(make(hot(rows=VOCAB + 3), hot(rows=VOCAB + 2, seed=3), lmbda=0.5, seq_kd=True, **named))
     tiny_model().save_pretrained(tmp_path / "short")
     tiny_tokenizer().save_pretrained(tmp_path / "short")
-    ids = trained(make(hot(rows=VOCAB + 3), str(tmp_path / "short"), tokenizer=with_tokens("<mine>"), lmbda=1.0))
-    assert max(int(x.max()) for x in ids) < VOCAB
+    mine = {"processing_class": with_tokens("<mine>"), "lmbda": 1.0}
+    assert_known_tokens(make(hot(rows=VOCAB + 3), str(tmp_path / "short"), **mine))
 
 
 def test_the_other_tokens_keep_their_shares():
-    """Of a softmax over the tokens that there are; `suppress_tokens` of one's own count beside ours."""
+    """Of a softmax over the tokens that there are; `suppress_tokens` of the user count too."""
     model, draws = hot(), 2500
     args = train_args(LigerDistillConfig, max_completion_length=1, generation_kwargs={"suppress_tokens": [7]})
     sampler = ModelSampler(args, tiny_tokenizer(), Writable(VOCAB, frozenset({9, 200})))
@@ -195,7 +176,7 @@ def test_a_vllm_server_is_told_through_trls_client(without_vllm, obeys):
             generation_kwargs={"logit_bias": {"5": 2.0}, "seed": 1},
         )  # fmt: skip
         if obeys:
-            assert max(int(ids.max()) for ids in trained(trainer)) < VOCAB
+            assert_known_tokens(trainer)
         else:
             with pytest.raises(ConfigError, match=r"vLLM sampled the token \d+, which student and"):
                 trainer.train()
@@ -228,10 +209,11 @@ def test_vllm_in_this_process_is_told_in_its_sampling_parameters(without_vllm, o
 
     monkeypatch.setattr(vllm_generation, "LLM", Engine, raising=False)
     monkeypatch.setattr(vllm_generation, "SamplingParams", lambda **kwargs: kwargs, raising=False)
-    trained(make(hot(), hot(seed=3), lmbda=1.0, use_vllm=True, vllm_mode="colocate", max_steps=1))
+    colocated = {"lmbda": 1.0, "use_vllm": True, "vllm_mode": "colocate"}
+    assert_known_tokens(make(hot(), hot(seed=3), **colocated))
     assert made[0]["logit_bias"] == dict.fromkeys(range(VOCAB, PADDED), -100.0)
     made.clear()
-    trained(make(tiny_model(), tiny_model(seed=3), lmbda=1.0, use_vllm=True, vllm_mode="colocate", max_steps=1))
+    assert_known_tokens(make(tiny_model(), tiny_model(seed=3), **colocated))
     assert "logit_bias" not in made[0]
 
 
@@ -247,11 +229,8 @@ FOUND = rf"Row 2 of the (train|eval) dataset has token id {VOCAB + 6}, but the m
 FOUND += "with such ids: 2"
 
 
-def sft(data, test=None, model=None, tokenizer=None, **options):
-    return LigerTrainer(
-        model or tiny_model(), args=train_args(SFTConfig, max_steps=1, **options), train_dataset=data,
-        eval_dataset=test, processing_class=tokenizer or tiny_tokenizer(),
-    )  # fmt: skip
+def tune(data, eval_data=None, **options):
+    return sft(None, data, eval_data, max_steps=1, **options)
 
 
 @pytest.mark.parametrize(
@@ -267,27 +246,27 @@ def test_a_row_with_an_id_that_the_model_does_not_have(options):
     nothing = [[-100] * 4, [-100, 2, 3, 4], [-100, 2, VOCAB + 6, 4], [-100, 2, VOCAB + 6, 4]]  # the first is left out
     data = rows(GOOD, GOOD, BAD, BAD, labels=nothing)
     with pytest.raises(DataError, match=FOUND):
-        sft(data, **options)
+        tune(data, **options)
     with pytest.raises(DataError, match=FOUND.replace("(train|eval)", "eval")):
-        sft(rows(GOOD, GOOD), data, **options)
+        tune(rows(GOOD, GOOD), data, **options)
     with pytest.raises(DataError, match=FOUND.replace("(train|eval)", "seen")):
-        sft(rows(GOOD, GOOD), {"seen": data}, **options)
-    sft(data, model=tiny_model(vocab_size=PADDED), **options).train()
+        tune(rows(GOOD, GOOD), {"seen": data}, **options)
+    sft(tiny_model(vocab_size=PADDED), data, max_steps=1, **options).train()
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model():
     tokenizer = with_tokens("<more>")
     data = Dataset.from_list([*completions(3), {"prompt": "w1 <more>", "completion": " w2"}])
     with pytest.raises(DataError, match=f"Row 3 of the train dataset has token id {VOCAB}, but the model has 64 to"):
-        sft(data, tokenizer=tokenizer)
-    sft(completions(3), tokenizer=tokenizer).train()  # none of which uses it
+        tune(data, processing_class=tokenizer)
+    tune(completions(3), processing_class=tokenizer).train()  # none of which uses it
 
 
 def test_ids_below_zero():
     with pytest.raises(DataError, match="Row 1 of the train dataset has token id -7"):
-        sft(rows(GOOD, [1, -7, 3]))
+        tune(rows(GOOD, [1, -7, 3]))
     with pytest.raises(DataError, match="Row 0 of the train dataset has a supervised token of id -1, but the model"):
-        sft(rows([1, 2, 3], labels=[[-100, -1, 3]]))
+        tune(rows([1, 2, 3], labels=[[-100, -1, 3]]))
 
 
 def test_rows_of_a_distillation():
@@ -331,7 +310,6 @@ def test_the_largest_of_each_row():
     assert found.labels.tolist() == [max([0, *row]) for row in labels]
     part = Dataset.from_dict({"input_ids": ids}).select(range(10, 20))
     assert LargestIds.of(part).labels.tolist() == [max(row, default=0) for row in ids[10:20]]
-    assert len(SPECIAL) + len(WORDS) == VOCAB
 
 
 def test_rows_of_one_length_are_read(tmp_path):
@@ -339,11 +317,11 @@ def test_rows_of_one_length_are_read(tmp_path):
     column = List(Value("int64"), length=4)
     features = Features({"input_ids": column, "labels": column})
     data = Dataset.from_dict({"input_ids": [GOOD] * 4, "labels": [GOOD] * 4}, features=features)
-    trainer = sft(data, dataset_kwargs={"skip_prepare_dataset": True}, save_strategy="steps", save_steps=1)
+    trainer = tune(data, dataset_kwargs={"skip_prepare_dataset": True}, save_strategy="steps", save_steps=1)
     assert trainer.train().training_loss > 0
     bad = Dataset.from_dict({"input_ids": [GOOD, BAD], "labels": [GOOD, BAD]}, features=features)
     with pytest.raises(DataError, match=f"Row 1 .* token id {VOCAB + 6}"):
-        sft(bad, dataset_kwargs={"skip_prepare_dataset": True})
+        tune(bad, dataset_kwargs={"skip_prepare_dataset": True})
 
 
 class WithoutHead(LlamaForCausalLM):
@@ -353,5 +331,5 @@ class WithoutHead(LlamaForCausalLM):
 
 @pytest.mark.filterwarnings("ignore::liger_trainer.MaterializedLogitsWarning")
 def test_a_model_without_output_embeddings_trains():
-    trainer = sft(rows(GOOD, GOOD), model=WithoutHead(tiny_model().config))
+    trainer = sft(WithoutHead(tiny_model().config), rows(GOOD, GOOD), max_steps=1)
     assert trainer.train().training_loss > 0

@@ -8,10 +8,10 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from datasets import Dataset
-from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
+from tiny import WORDS
 from torch.utils.data import DataLoader
+from trainings import logged, sft, trained
 from transformers import Trainer
-from trl import SFTConfig
 
 from liger_trainer import LigerTrainer
 from liger_trainer.trainers.training_rows import EndlessStream
@@ -26,11 +26,9 @@ class Watched(LigerTrainer):
 
 
 def train(folder, rows: Any, resume=None, **options) -> Any:
-    args = train_args(SFTConfig, output_dir=str(folder), **{"logging_steps": 1, "save_strategy": "steps", **options})
-    trainer = Watched(tiny_model(), args=args, train_dataset=rows, processing_class=tiny_tokenizer())
+    trainer = sft(data=rows, cls=Watched, output_dir=str(folder), **{"save_strategy": "steps", **options})
     trainer.seen = []
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    return trained(trainer, resume)
 
 
 def assert_resumes(folder, last: int, rows: Any, **options) -> Any:
@@ -65,8 +63,7 @@ def test_a_stream_that_begins_again_fills_each_step_and_goes_on(tmp_path, accumu
     passes = [first[at : at + 10] for at in range(0, len(first) - 9, 10)]
     assert all(sorted(each) == sorted(passes[0]) for each in passes)
     assert len(passes) == 1 or shuffles == (passes[0] != passes[1])
-    losses = [log["loss"] for log in whole.state.log_history if "loss" in log]
-    assert max(losses) < 1.6 * min(losses)
+    assert max(logged(whole)) < 1.6 * min(logged(whole))
 
 
 def test_a_pass_without_rows_ends_a_stream():
