@@ -26,8 +26,8 @@ BLOCK, WARMUP = 10, 4  # steps of a block; blocks that are not timed, while CUDA
 CASE = next(case for case in CASES if case.name == "sft-qwen3-0.6b")
 OURS = next(provider for provider in PROVIDERS["SFT"] if provider.name == "ours")
 METHODS = (
-    "saw_teacher", "saw_loss", "saw_norm", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_epoch_end",
-    "check",
+    "record_teacher", "record_loss", "record_norm", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end",
+    "on_epoch_end", "check",
 )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def _time_blocks(trainer: Any) -> dict[str, list[float]]:
         if state.global_step % BLOCK or state.global_step < WARMUP * BLOCK:
             return
         now = _synchronized()
-        off = "saw_loss" in vars(trainer.finite)
+        off = "record_loss" in vars(trainer.finite)
         if state.global_step > (WARMUP + 1) * BLOCK:  # the first block fills what runs ahead
             times["without" if off else "with"].append(1e3 * (now - start) / BLOCK)
         _switch(trainer.finite, on=off)

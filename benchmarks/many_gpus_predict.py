@@ -87,7 +87,7 @@ class Prediction:
 def predict(case: ManyCase, counts: Sequence[int], tiny: bool) -> list[Prediction]:
     """Return the predictions of a case for numbers of GPUs."""
     from liger_trainer.tools.estimate.estimator import highest
-    from liger_trainer.tools.estimate.sharding import sharding_of
+    from liger_trainer.tools.estimate.step_spec import sharding_of
 
     length = length_of(case, tiny)
     predictions = []
@@ -201,7 +201,7 @@ def _range(low: float, high: float, digits: str) -> str:
 
 def fits(mib: float) -> str:
     """Return the GPUs that a peak fits on."""
-    from liger_trainer.tools.estimate.gpus import gpu_named
+    from liger_trainer.tools.estimate.estimator import gpu_named
 
     return ", ".join(name.split()[0] for name in FITS if mib <= gpu_named(name).usable_mib) or "none of these"
 

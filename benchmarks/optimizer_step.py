@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_trainer.kernels.gradient_norm import gradient_norm
-from liger_trainer.trainers.adamw import OneLaunchAdamW
+from liger_trainer.trainers.one_launch_adamw import OneLaunchAdamW
 
 from .measure import Roofline, Spread, Stopwatch, interleave, release_memory
 from .report import join_versions, provenance, slug, table, write

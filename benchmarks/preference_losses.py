@@ -129,7 +129,7 @@ def ours(case: Case) -> Callable[[Tensors], Tensor]:
     """As `trl` calls it after `liger_trainer.enable()`."""
     from trl.kernels import ChunkedLogProbFunction
 
-    from liger_trainer.patching.trl_log_probs import FusedLogProbs
+    from liger_trainer.patching.trl_losses import FusedLogProbs
 
     return loss_from(_compacted(FusedLogProbs(ChunkedLogProbFunction), case), case)
 

@@ -1,8 +1,8 @@
 """What a process of `benchmarks.students` needs: a fork server imports it once for all of them."""
 
+import liger_trainer.extras.generate.run
+import liger_trainer.extras.students.make
 import liger_trainer.recipes.distill
 import liger_trainer.tools.evaluate
-import liger_trainer.tools.generate.run
-import liger_trainer.tools.students.make
 
 __all__ = ["liger_trainer"]

@@ -26,8 +26,8 @@ def warm(way: str, setup: Setup) -> dict[str, Any]:
 def make_student(name: str, setup: Setup) -> dict[str, Any]:
     """Make a student of fewer units by `init-student`: their activation is measured on training rows."""
     from liger_trainer.config.run_config import load_run_config
+    from liger_trainer.extras.students.make import make_student as make
     from liger_trainer.run.models import open_model
-    from liger_trainer.tools.students.make import make_student as make
 
     student, folder = STUDENTS[name], setup.folder / "students" / name
     settings = [*setup.common("docstrings"), f"model_name_or_path={setup.teacher}", *student.settings(setup.layers)]
@@ -55,8 +55,8 @@ def export_rows(setup: Setup, dataset: str) -> dict[str, int]:
 
 def sample_rows(kind: str, part: int, setup: Setup, count: int, batch: int, tokens: int) -> dict[str, Any]:
     """Have the teacher write rows by `liger-trainer generate`; `part` is one of several that are joined."""
-    from liger_trainer.tools.generate.options import GenerateOptions
-    from liger_trainer.tools.generate.run import generate
+    from liger_trainer.extras.generate.options import GenerateOptions
+    from liger_trainer.extras.generate.run import generate
 
     began, folder = time.monotonic(), setup.folder / "generated" / f"{kind}-{part}"
     dtype = "bfloat16" if on_gpu() else "float32"

@@ -179,7 +179,7 @@ def make_sft(run: Run) -> Any:
 
 def make_ours(run: Run) -> Any:
     from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
-    from liger_trainer.trainers.sft_config import LigerConfig
+    from liger_trainer.trainers.config import LigerConfig
 
     options = {**run.options, **_rows_options(run)}
     if run.case.teacher is None:

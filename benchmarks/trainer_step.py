@@ -344,7 +344,7 @@ def _extra(words: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     import yaml
 
     from liger_trainer import LigerDistillConfig
-    from liger_trainer.trainers.sft_config import LigerConfig
+    from liger_trainer.trainers.config import LigerConfig
 
     options: dict[str, Any] = {}
     for word in words.split(","):

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 2 -m benchmarks.vocab_parallel --smoke    # tiny shapes on a CPU, gloo
 
 Every rank has tokens of its own and 1/W of the rows. `gathered`: all-gather the rows, compute the loss, reduce-scatter
-the gradient. `parallel`: docs/vocabulary-parallel.md. Both are compared with fp32 on a smaller head before any is
+the gradient. `parallel`: docs/extras.md. Both are compared with fp32 on a smaller head before any is
 timed; a case whose error is more than twice the gathered head's has no time.
 """
 
@@ -28,7 +28,7 @@ from liger_trainer.kernels.linear_divergence import linear_divergence
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-LOSSES = ("ce", "forward_kl", "jsd", "adaptive_kl")
+LOSSES = ("ce", "forward_kl", "jsd")
 
 
 @dataclass

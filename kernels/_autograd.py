@@ -1,4 +1,12 @@
-"""What the autograd functions of this folder share: memory, and a backward that refuses second derivatives."""
+"""What the autograd functions of this folder share: memory, a backward that refuses second derivatives, and outputs of
+norms that a backward computes again.
+
+A norm's output is read by the linear layers behind it, which keep it for their weights' gradients: in a decoder layer
+two tensors of the size of the hidden states. The norm keeps its input and its weight. So an op that would keep y keeps
+these two instead, which takes no memory, and runs the norm's forward once more in its backward: bit for bit the same y.
+
+Source    recomputation: Chen et al. 2016, arXiv:1604.06174; of norms: Korthikanti et al. 2022, arXiv:2205.05198
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ._triton import Launch, remembered, tl, triton, use_triton
+from ._tuning import SHAPES
 
-RESCALED = 2**16  # numbers a program: many, since most programs find nothing to do, and starting one takes time
-
-
+RESCALED = SHAPES.RESCALED
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
@@ -51,7 +58,7 @@ def graph_is_kept() -> bool:
 def first_order(backward: Callable) -> Callable:
     """Make a backward refuse create_graph=True. A kernel's result has no graph, so torch would take it for a constant.
 
-    torch's once_differentiable doesn't refuse when the incoming gradient is itself a constant, for example that of a
+    torch's once_differentiable doesn't refuse when the incoming gradient is itself a constant, for example of a
     sum. The backward also runs with autocast off, so its products stay in the dtypes that the forward chose.
     """
 
@@ -71,7 +78,7 @@ def first_order(backward: Callable) -> Callable:
     return checked
 
 
-class Needs(NamedTuple):
+class NeededGradients(NamedTuple):
     """Which gradients a call must produce, in the order of `LinearHead.tensors`."""
 
     hidden: bool
@@ -81,7 +88,7 @@ class Needs(NamedTuple):
     low_weight: bool = False
 
     @classmethod
-    def of(cls, *tensors: Tensor | None) -> "Needs":
+    def of(cls, *tensors: Tensor | None) -> "NeededGradients":
         enabled = torch.is_grad_enabled()
         return cls(*(t is not None and enabled and t.requires_grad for t in tensors))
 
@@ -133,3 +140,44 @@ def multiply_(tensors: Sequence[Tensor | None], factor: Tensor) -> None:
                 continue
         if factor.item() != 1.0:
             x.mul_(factor.item())
+
+
+_NAME = "_liger_made_of"
+
+
+class Source(NamedTuple):
+    """What an op saves in place of x, and how its backward gets x from them: `make(*tensors)`."""
+
+    tensors: tuple[Tensor | None, ...]
+    make: Callable[..., Tensor]
+    versions: tuple[int, ...] = ()
+
+
+def note_recomputable(y: Tensor, make: Callable[..., Tensor], x: Tensor, *parameters: Tensor | None) -> Tensor:
+    """Note on y that `make(x, *parameters)` gives it again, and return y. Call it where the op of y keeps x.
+
+    Engines that shard parameters take their memory away between the passes, and give it back to one module after the
+    other: in a group of processes the note has copies.
+    """
+    if y.requires_grad and x.is_contiguous():
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            parameters = tuple(None if p is None else p.detach().clone() for p in parameters)
+        tensors = tuple(None if t is None else t.detach() for t in (x, *parameters))
+        setattr(y, _NAME, Source(tensors, make, (y._version, x._version)))
+    return y
+
+
+def saved_or_recomputed(x: Tensor, cast: Tensor) -> Source:
+    """Return what to save for a backward that needs `cast`, which is x in the dtype that its op computes in."""
+    source = getattr(x, _NAME, None)
+    if source is None or source.versions != (x._version, source.tensors[0]._version):  # written into since
+        return Source((cast,), _itself)
+    return Source(source.tensors, functools.partial(_made, source.make, cast.dtype))
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _made(make: Callable[..., Tensor], dtype: torch.dtype, *tensors: Tensor | None) -> Tensor:
+    return make(*tensors).to(dtype)

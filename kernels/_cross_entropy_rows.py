@@ -1,11 +1,13 @@
-"""Row kernels of cross_entropy.py and linear_cross_entropy.py: they turn logits into per-token values and a gradient.
+"""Rows of cross_entropy.py and linear_cross_entropy.py: `cross_entropy_reference`, which both must equal, and kernels
+that turn logits into per-token values and a gradient.
 
     x = transform(raw) / temperature,  nll = lse - x[label]
     loss = w f [(1 - s) c[label] nll + s / V sum_j c_j (lse - x_j) + z lse^2]
     d loss / d x_j = w f [q_j ((1 - s) c[label] + s / V sum c + 2 z lse) - (1 - s) c[label] [j = label] - s / V c_j]
 
 w is the token's weight, c the class's, s label_smoothing, z z_loss; f = exp(-nll) held constant for DFT, else 1.
-A tile's gradient may have that of the entropy E added: d E / d x_j = -q_j (x_j - lse + E), times each row's own factor.
+A tile's gradient may have the gradient of the entropy E added: d E / d x_j = -q_j (x_j - lse + E), times each row's
+factor.
 
 If a row is whole, one kernel reads it twice and writes the gradient over it. If it comes in tiles of the vocabulary,
 each tile's statistics are folded into a carry; then the tiles come again for their gradient. Each Triton kernel has a
@@ -13,19 +15,79 @@ torch twin that takes the same arguments.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._autograd import stats_dtype
-from ._logits import LOWEST, LogitTransform, check_scalars, load_label_logit, load_logits, transform
+from ._linear_head import token_count
+from ._logits import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    LogitTransform,
+    check_scalars,
+    entropy_of,
+    load_label_logit,
+    load_logits,
+    transform,
+)
 from ._triton import kept_launch, tl, triton, use_triton
+from ._tuning import SHAPES
 
-BLOCK = 16384  # with 32 warps a multiprocessor holds one row at a time, so that L2 still has it for the second pass
-TILE_BLOCK = 2048  # a tile is read once: with 4 warps a row many rows are on their way at a time
+BLOCK, WARPS = SHAPES.CROSS_ENTROPY
+TILE_BLOCK, TILE_WARPS = SHAPES.CROSS_ENTROPY_TILE
 FIELDS = ("loss", "log_prob", "entropy", "is_top1", "lse")
 CARRY = ("top", "total", "weighted", "plain", "x_label")  # see `_statistics`
+
+
+class CrossEntropy(NamedTuple):
+    """Loss and per-token values. The latter are fp32 (fp64 for fp64 inputs), and 0 where ignored."""
+
+    loss: Tensor  # scalar, or (N,) with reduction="none"; differentiable
+    log_prob: Tensor  # (N,) log-probability of the label, nats
+    entropy: Tensor  # (N,) entropy of the predicted distribution, nats
+    is_top1: Tensor  # (N,) bool, whether no token is likelier than the label
+
+
+def cross_entropy_reference(
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, token_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None, reduction: str = "mean", scale: float = 1.0, softcap: float | None = None,
+    temperature: float = 1.0, label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int = -100,
+    dft: bool = False,
+) -> CrossEntropy:  # fmt: skip
+    """Return the loss of logits (N, V) in plain torch."""
+    x = transform(logits, None, LogitTransform(scale, softcap))[0] / temperature
+    keep = labels != ignore_index
+    label = labels * keep
+    log_probs = x.log_softmax(-1)
+    log_prob = log_probs.gather(1, label[:, None]).squeeze(1)
+    weight = None if weight is None else weight.to(x.dtype)
+    per_token = -(1 - label_smoothing) * (log_prob if weight is None else weight[label] * log_prob)
+    if label_smoothing:
+        per_token = per_token - label_smoothing * (log_probs if weight is None else log_probs * weight).mean(-1)
+    parts = torch.stack([per_token, z_loss * x.logsumexp(-1).square() if z_loss else torch.zeros_like(per_token)])
+    if dft:
+        parts = parts * log_prob.detach().exp()
+    if token_weight is not None:
+        parts = parts * token_weight
+    parts = parts.where(keep, 0)
+    if reduction == "mean":
+        count = token_count(keep, num_items, parts.dtype)
+        weighed = count if weight is None or num_items is not None else weight_of_labels(labels, weight, ignore_index)
+        parts = parts.sum(-1) / torch.stack([weighed, count])
+    loss = parts.sum() if reduction == "sum" else parts.sum(0)
+    is_top1 = (log_prob >= log_probs.amax(-1)) & keep
+    log_prob, entropy = (x.where(keep, 0).detach() for x in (log_prob, entropy_of(log_probs)))
+    return CrossEntropy(loss, log_prob, entropy, is_top1)
+
+
+def weight_of_labels(labels: Tensor, weight: Tensor, ignore_index: int) -> Tensor:
+    """Return the sum of the class weights of the labels in use, on their device; 1 if it is 0 (torch gives NaN)."""
+    keep = (labels != ignore_index) & (labels >= 0) & (labels < weight.shape[0])  # others give NaN, not an assert
+    total = weight.gather(0, labels.where(keep, 0)).where(keep, 0).sum()
+    return total.where(total != 0, 1)
 
 
 @dataclass(frozen=True)
@@ -70,19 +132,12 @@ class Tile:
         return slice(self.first, self.first + self.logits.shape[1])
 
 
-class RankSums(Protocol):
-    """Sums and maxima over the ranks that share a vocabulary, in place; see _vocab_parallel.py."""
-
-    def sum_(self, x: Tensor) -> Tensor: ...
-    def max_(self, x: Tensor) -> Tensor: ...
-
-
 def new_carry(rows: int, like: Tensor) -> Tensor:
     """Return the carry (len(CARRY), rows) for the first tile. The label's logit stays NaN until its tile comes."""
     apart = -(-rows // 16) * 16  # one kernel for any number of rows; see `LinearLoss.new_values`
     carry = like.new_zeros(len(CARRY), apart, dtype=stats_dtype(like.dtype))[:, :rows]
-    carry[0].fill_(-1e30)
-    carry[4].fill_(float("nan"))
+    carry[0].fill_(-1e30)  # below every logit, and finite
+    carry[4].fill_(float("nan"))  # stays, and shows, if no tile holds the label
     return carry
 
 
@@ -122,7 +177,7 @@ def _gatherable(targets: Targets) -> Tensor:
 @triton.jit
 def _rounded(z, inv_temperature):
     """Return z / temperature by powers of two, like `_statistics`: a label that is the maximum equals it exactly."""
-    return z * (inv_temperature * 1.4426950408889634) * 0.6931471805599453
+    return z * (inv_temperature * LOG2E) * LN2
 
 
 @triton.jit
@@ -146,7 +201,7 @@ def _statistics(
         x, _ = load_logits(
             logits_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_last" if READ_AGAIN else ""
         )
-        x = x * (inv_temperature * 1.4426950408889634)  # the hardware computes powers of two
+        x = x * (inv_temperature * LOG2E)
         higher = tl.maximum(top, x)
         keep = tl.exp2(top - higher)
         e = tl.exp2(x - higher)
@@ -158,11 +213,11 @@ def _statistics(
             if HAS_CLASS_WEIGHT:
                 share = tl.load(class_weight_ptr + cols, mask=mask, other=0.0)
             plain += tl.where(mask, share * x, 0.0)
-    highest = tl.max(top, 0)
+    highest = tl.max(top, 0)  # in base 2, as x
     share = tl.exp2(top - highest)
     total = tl.sum(total * share, 0)
     weighted = tl.sum(weighted * share, 0)
-    return highest, total, weighted * 0.6931471805599453, tl.sum(plain, 0) * 0.6931471805599453
+    return highest, total, weighted * LN2, tl.sum(plain, 0) * LN2
 
 
 @triton.jit
@@ -178,7 +233,7 @@ def _write_gradient(
         cols = start + lanes
         mask = cols < V
         x, slope = load_logits(logits_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_first")
-        q = tl.exp2(x * (inv_temperature * 1.4426950408889634) - lse * 1.4426950408889634)
+        q = tl.exp2(x * (inv_temperature * LOG2E) - lse * LOG2E)
         grad = q * softmax_weight
         grad = tl.where(cols == label, grad - label_weight, grad)
         if HAS_SMOOTHING:
@@ -205,6 +260,7 @@ def _label_weights(
     softmax_weight = 1.0 + 2.0 * z_loss * lse
     if HAS_CLASS_WEIGHT:
         label_weight *= tl.load(class_weight_ptr + label, mask=(label >= 0) & (label < vocab), other=0.0)
+        # what softmax is multiplied by
         softmax_weight = label_weight + even_weight * tl.load(class_weight_sum_ptr) + 2.0 * z_loss * lse
     return softmax_weight, label_weight, even_weight
 
@@ -224,13 +280,13 @@ def _whole_rows_kernel(
     used = V
     if HAS_IGNORED:
         used = tl.where(label == ignore_index, 0, V)
-    z_label = load_label_logit(logits_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    z_label = load_label_logit(logits_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP, False)
     x_label = _rounded(z_label, inv_temperature)
     highest, total, weighted, plain = _statistics(
         logits_ptr, bias_ptr, class_weight_ptr, used, scale, softcap, inv_temperature,
         HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, WRITE_GRAD, BLOCK,
     )  # fmt: skip
-    top = highest * 0.6931471805599453
+    top = highest * LN2  # in nats, rounded as every logit is: see `_rounded`
     lse = top + tl.log(total)
     nll = lse - x_label
     softmax_weight, label_weight, even_weight = _label_weights(
@@ -255,7 +311,7 @@ def _whole_rows_kernel(
     tl.store(out_ptr + 4 * stride_out + row, tl.where(seen, lse, 0.0))
     if WRITE_GRAD:
         # lse has one rounding error for the whole row: this factor makes the softmax sum to 1.
-        softmax_weight *= tl.exp2(lse * 1.4426950408889634 - highest) / total
+        softmax_weight *= tl.exp2(lse * LOG2E - highest) / total
         _write_gradient(
             logits_ptr, grad_ptr, bias_ptr, class_weight_ptr, used, label, lse, softmax_weight, label_weight,
             even_weight, factor * inv_temperature, 0.0, 0.0, scale, softcap, inv_temperature,
@@ -289,18 +345,18 @@ def _tile_statistics_kernel(
         logits_ptr, bias_ptr, class_weight_ptr, columns, scale, softcap, inv_temperature,
         HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, False, BLOCK,
     )  # fmt: skip
-    top *= 0.6931471805599453
+    top *= LN2
     before = tl.load(carry_ptr)
     highest = tl.maximum(top, before)
-    keep = tl.exp(before - highest)
+    keep = tl.exp(before - highest)  # what the former tiles shrink by
     share = tl.exp(top - highest)
     tl.store(carry_ptr, highest)
     tl.store(carry_ptr + stride_carry, tl.load(carry_ptr + stride_carry) * keep + total * share)
     tl.store(carry_ptr + 2 * stride_carry, tl.load(carry_ptr + 2 * stride_carry) * keep + weighted * share)
     tl.store(carry_ptr + 3 * stride_carry, tl.load(carry_ptr + 3 * stride_carry) + plain)
-    place = label - first
+    place = label - first  # in the tile; most labels lie in another
     if (place >= 0) & (place < columns):
-        x = load_label_logit(logits_ptr, bias_ptr, place, columns, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        x = load_label_logit(logits_ptr, bias_ptr, place, columns, scale, softcap, HAS_BIAS, HAS_SOFTCAP, False)
         tl.store(carry_ptr + 4 * stride_carry, _rounded(x, inv_temperature))
 
 
@@ -369,7 +425,7 @@ def whole_rows(logits: Tensor, bias: Tensor | None, targets: Targets, out: Tenso
         _whole_rows_kernel, (logits.shape[0],),
         logits.stride(0), logits.stride(0) if grad is None else grad.stride(0), out.stride(0), logits.shape[1],
         *_scalars(o), float(o.label_smoothing), float(o.z_loss), targets.ignore_index or 0,
-        **_launch(logits, bias, targets, o, BLOCK, 32), HAS_TOKEN_WEIGHT=targets.token_weight is not None,
+        **_launch(logits, bias, targets, o, BLOCK, WARPS), HAS_TOKEN_WEIGHT=targets.token_weight is not None,
         HAS_IGNORED=targets.ignore_index is not None, DFT=o.dft, WRITE_GRAD=grad is not None,
     )(
         logits, logits if grad is None else grad, logits if bias is None else bias, targets.labels,
@@ -389,29 +445,6 @@ def _whole_rows_torch(logits, bias, targets, out, grad, o) -> None:
         tile_gradient(tile, targets, out[4], gradient_factor(torch.ones_like(out[4]), out[1], targets, o), grad, o)
 
 
-def shard_rows(
-    tile: Tile, targets: Targets, out: Tensor, grad: Tensor | None, o: CrossEntropyOptions, ranks: RankSums
-) -> None:
-    """Fill out (len(FIELDS), n), and grad (n, columns) unless it is None, where other ranks have the other columns.
-
-    Each rank's statistics are a carry; carries are combined by two all-reduces. grad may be the tile itself.
-    """
-    carry = new_carry(out.shape[1], tile.logits)
-    if tile.logits.shape[1]:
-        tile_statistics(tile, targets, carry, o)
-    place = targets.labels - tile.first
-    inside = (place >= 0) & (place < tile.logits.shape[1])
-    top = ranks.max_(carry[0].clone())
-    share = (carry[0] - top).exp()
-    sums = torch.stack([carry[1] * share, carry[2] * share, carry[3], carry[4].where(inside, 0)])
-    total, weighted, plain, x_label = ranks.sum_(sums)
-    x_label = x_label.where((targets.labels >= 0) & (targets.labels < tile.vocab), torch.nan)  # a wrong label shows
-    out.copy_(finish(torch.stack([top, total, weighted, plain, x_label]), targets, tile.vocab, o))
-    if grad is not None and grad.shape[1]:
-        factor = gradient_factor(torch.ones_like(out[4]), out[1], targets, o)
-        tile_gradient(tile, targets, out[4].contiguous(), factor, grad, o)
-
-
 def gradient_factor(upstream: Tensor, log_prob: Tensor, targets: Targets, o: CrossEntropyOptions) -> Tensor:
     """Return the factor (n,) of each row's gradient. upstream: (n,) gradient of each row's loss."""
     return _weighted(upstream, -log_prob, targets, o)
@@ -425,7 +458,7 @@ def tile_statistics(tile: Tile, targets: Targets, carry: Tensor, o: CrossEntropy
     logits = tile.logits
     launched = kept_launch(
         _tile_statistics_kernel, (logits.shape[0],), logits.stride(0), carry.stride(0), logits.shape[1], tile.first,
-        *_scalars(o), **_launch(logits, tile.bias, targets, o, TILE_BLOCK, 4),
+        *_scalars(o), **_launch(logits, tile.bias, targets, o, TILE_BLOCK, TILE_WARPS),
     )(
         logits, logits if tile.bias is None else tile.bias, targets.labels,
         logits if class_weight is None else class_weight, carry,
@@ -458,7 +491,7 @@ def tile_gradient(
 ) -> None:  # fmt: skip
     """Write factor * d loss / d raw logits into grad (n, columns), which may be the tile. lse, factor: (n,).
 
-    entropy: that of each row (n,), and the factor (n,) of its gradient, which is added.
+    entropy: of each row (n,), and the factor (n,) of its gradient, which is added.
     """
     if not use_triton(tile.logits):
         return _tile_gradient_torch(tile, targets, lse, factor, grad, o, entropy)
@@ -469,7 +502,7 @@ def tile_gradient(
         _tile_gradient_kernel, (logits.shape[0],),
         logits.stride(0), grad.stride(0), logits.shape[1], tile.first, tile.vocab,
         *_scalars(o), float(o.label_smoothing), float(o.z_loss), targets.ignore_index or 0,
-        **_launch(logits, tile.bias, targets, o, TILE_BLOCK, 4), HAS_IGNORED=targets.ignore_index is not None,
+        **_launch(logits, tile.bias, targets, o, TILE_BLOCK, TILE_WARPS), HAS_IGNORED=targets.ignore_index is not None,
         HAS_ENTROPY=entropy is not None,
     )(
         logits, grad, logits if tile.bias is None else tile.bias, targets.labels, factor, class_weight,

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from ._autograd import stats_dtype
-from ._head import Adapters, linear_reference
-from ._labelled_rows import token_count
+from ._linear_head import Adapters, linear_reference, token_count
 from ._logits import LOWEST, LogitTransform, entropy_of, transform
 from .divergence_kinds import divergence_weights, named, parts
-from .kl_div import kl_values
 
 
 class LinearDivergence(NamedTuple):
@@ -41,17 +39,13 @@ def named_terms(kind: str | Mapping[str, float], beta: float, alpha: float, valu
     return {name: sum(share * values[part] for part, share in parts(name, beta, alpha).items()) for name in named(kind)}
 
 
-def likeliest_half(log_p: Tensor) -> Tensor:
-    """Return (N, V) whether a token is in the adaptive KL's head: the likeliest that weigh at most 1/2, or the first.
-
-    Tokens of equal probability are either all in it or all out of it.
-    """
-    falling = log_p.sort(descending=True).values
-    ends = torch.ones_like(falling, dtype=torch.bool)  # the next token is less likely: no tie crosses the border
-    ends[:, :-1] = falling[:, 1:] != falling[:, :-1]
-    fits = ends & (falling.exp().cumsum(-1) <= 0.5)
-    floor = falling.masked_fill(~fits, torch.inf).amin(-1, True)
-    return log_p >= torch.minimum(floor, falling[:, :1])
+def kl_values(x: Tensor, target: Tensor, log_target: bool) -> Tensor:
+    """Return p (log p - x) of every entry, in plain torch, without NaN in value or gradient from 0 * inf."""
+    none = (target.exp() if log_target else target) == 0
+    x, target = x.masked_fill(none, 0.0), target.masked_fill(none, 1.0)
+    log_p = target if log_target else target.log()
+    p = log_p.exp() if log_target else target
+    return (p * (log_p - x)).masked_fill(none, 0.0)
 
 
 def divergence_of(kind: str, q: Tensor, p: Tensor, beta: float, alpha: float) -> Tensor:
@@ -76,13 +70,8 @@ def divergence_of(kind: str, q: Tensor, p: Tensor, beta: float, alpha: float) ->
             return kl(p, mixture(p, q, alpha))
         case "skew_reverse_kl":
             return kl(q, mixture(q, p, alpha))
-        case "tvd":
-            return (q.exp() - p.exp()).abs().sum(-1) / 2
-    assert kind == "adaptive_kl"
-    gaps = (q.exp() - p.exp()).abs().detach()
-    head_share = (gaps * likeliest_half(p)).sum(-1) / gaps.sum(-1)
-    head_share = head_share.nan_to_num(0.5)  # no gap anywhere
-    return head_share * kl(p, q) + (1 - head_share) * kl(q, p)
+    assert kind == "tvd"
+    return (q.exp() - p.exp()).abs().sum(-1) / 2
 
 
 def _divergences(

@@ -1,27 +1,39 @@
 """Rows of linear_divergence.py whose vocabulary lies on several ranks: statistics, their sums over ranks, gradients.
 
-Each rank holds some columns of both sides' logits. Read it beside _divergence_torch.py, whose formulas these are:
+Each rank holds some columns of both sides' logits. The formulas are those of _divergence_kernels.py, whose pieces the
+Triton kernels here are made of, and of _divergence_torch.py:
 
 1. `shard_statistics`: maxima, and sums of exponentials relative to them. Ranks' maxima are combined by one all-reduce,
    the sums, rescaled to the common maxima, by a second: now each rank knows both log-partitions and both KLs.
-2. `second_sums`, of the kinds that need the log-partitions first: one more all-reduce. The head of the adaptive KL
-   takes two small all-reduces for each step of its bisection.
+2. `second_sums`, of the kinds that need the log-partitions first: one more all-reduce.
 3. `shard_gradient`: the gradient of a rank's own logits is a function of these and of the numbers of the row.
 
-All numbers are in nats, (n,) a row.
+A program takes a row of this rank's columns, whose first is `first` of the whole vocabulary. Numbers of a row are in
+nats, (n,) each, and pass between the kernels so; the pieces compute in base 2.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._cross_entropy_rows import RankSums
-from ._divergence_options import TERMS, DivergenceOptions, RowInputs
-from ._divergence_rows import BIAS, LANES, TEACHER_BIAS, VECTOR_BYTES, WARPS
-from ._divergence_shard_kernels import gradient_kernel, head_sums_kernel, second_sums_kernel, statistics_kernel
+from ._divergence_kernels import (
+    COUNT,
+    FIRST_PAIRED,
+    LANES,
+    SHARE,
+    VECTOR_BYTES,
+    WARPS,
+    Sides,
+    first_pass,
+    gradient_weights,
+    in_nats,
+    load_labels,
+    mean_in_base_two,
+    second_pass,
+    write_gradient,
+)
 from ._divergence_torch import (
     AGREES,
     DIVERGENCE,
@@ -33,20 +45,151 @@ from ._divergence_torch import (
     REVERSE_KL,
     TEACHER_ENTROPY,
     TEACHER_LOG_PROB,
+    TERMS,
     Distributions,
-    log_ratios,
+    DivergenceOptions,
+    RowInputs,
+    add_gradient,
+    form_of,
+    inf_if_ruled_out,
+    pieces_of,
+    sums_of,
+    value_of,
 )
-from ._logits import LOWEST, transform
-from ._triton import kept_launch, use_triton
-from .divergence_kinds import ROW_KINDS
+from ._logits import LN2, LOG2E, LOWEST, transform
+from ._ranks import RankSums
+from ._triton import kept_launch, tl, triton, use_triton
+from .divergence_kinds import ROW_KINDS, SECOND_PASS
 
 STATISTICS = (
     "s_top", "t_top", "u_top", "t_at_s_top", "s_total", "s_moment", "s_ratio", "t_total", "t_moment", "t_ratio",
     "s_total_T", "s_ratio_T", "u_total_T", "u_ratio_T", "plain", "s_label", "t_label",
 )  # fmt: skip
-SECOND = ("p_jsd", "q_jsd", "skew", "skew_rise", "reverse", "reverse_rise", "gaps", "head_gaps", "signs")
 BLOCK = 2**22  # numbers of a block of rows: what plain torch computes in passing takes some 16 MiB each
-HEAD_STEPS = 12  # each quarters the interval that holds the threshold of the adaptive KL's head
+
+
+@triton.jit
+def _in_nats(top):
+    """Return a maximum in nats. The maximum of a shard whose every token is ruled out stays -1e30."""
+    return tl.where(top <= -1e30, -1e30, top * LN2)
+
+
+@triton.jit
+def statistics_kernel(
+    student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, labels_ptr, out_ptr,
+    stride_student, stride_teacher, stride_out, V, padded, first,
+    scale, softcap, teacher_scale, teacher_softcap, teacher_share, temperature,
+    FORM: tl.constexpr, HAS_LABELS: tl.constexpr, OWN_SUMS: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Write STATISTICS (out): one value a row of each."""
+    row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2^31
+    sides = Sides(
+        student_ptr + row * stride_student, bias_ptr, scale, softcap, teacher_ptr + row * stride_teacher,
+        teacher_bias_ptr, teacher_scale, teacher_softcap, teacher_share, V, padded,
+    )  # fmt: skip
+    out_ptr += row
+    inv_t = 1.0 / temperature
+    s_sums, t_sums, tops, s_plain = first_pass(sides, inv_t, FORM, OWN_SUMS, HAS_SMOOTHING, LANES, VECTOR)
+    s_total, s_moment, s_ratio, s_total_T, s_ratio_T = s_sums
+    t_total, t_moment, t_ratio, u_total_T, u_ratio_T = t_sums
+    s_top, t_top, u_top, t_at_s_top = tops
+    if not SHARE & FORM:
+        u_top = t_top
+    s_max = tl.max(s_top, 0)
+    t_max = tl.max(t_top, 0)
+    u_max = tl.max(u_top, 0)
+    s_share = tl.exp2(s_top - s_max)
+    t_share = tl.exp2(t_top - t_max)
+    tl.store(out_ptr, _in_nats(s_max))
+    tl.store(out_ptr + stride_out, _in_nats(t_max))
+    tl.store(out_ptr + 2 * stride_out, _in_nats(u_max))
+    tl.store(out_ptr + 3 * stride_out, _in_nats(tl.max(tl.where(s_top == s_max, t_at_s_top, -1e30), 0)))
+    tl.store(out_ptr + 4 * stride_out, tl.sum(s_total * s_share, 0))
+    tl.store(out_ptr + 5 * stride_out, tl.sum((s_moment + (s_top - s_max) * s_total) * s_share, 0) * LN2)
+    tl.store(out_ptr + 6 * stride_out, tl.sum(s_ratio * s_share, 0) * LN2)
+    tl.store(out_ptr + 7 * stride_out, tl.sum(t_total * t_share, 0))
+    tl.store(out_ptr + 8 * stride_out, tl.sum((t_moment + (t_top - t_max) * t_total) * t_share, 0) * LN2)
+    tl.store(out_ptr + 9 * stride_out, tl.sum(t_ratio * t_share, 0) * LN2)
+    if OWN_SUMS:
+        s_share = tl.exp2((s_top - s_max) * inv_t)
+        u_share = tl.exp2((u_top - u_max) * inv_t)
+        tl.store(out_ptr + 10 * stride_out, tl.sum(s_total_T * s_share, 0))
+        tl.store(out_ptr + 11 * stride_out, tl.sum(s_ratio_T * s_share, 0) * LN2)
+        tl.store(out_ptr + 12 * stride_out, tl.sum(u_total_T * u_share, 0))
+        tl.store(out_ptr + 13 * stride_out, tl.sum(u_ratio_T * u_share, 0) * LN2)
+    if HAS_SMOOTHING:
+        tl.store(out_ptr + 14 * stride_out, tl.sum(s_plain, 0) * LN2)
+    if HAS_LABELS:
+        place = tl.load(labels_ptr + row) - first
+        s_label, t_label = load_labels(sides, place, FORM)
+        inside = (place >= 0) & (place < V)
+        tl.store(out_ptr + 15 * stride_out, tl.where(inside, s_label * LN2, 0.0))
+        tl.store(out_ptr + 16 * stride_out, tl.where(inside, t_label * LN2, 0.0))
+
+
+@triton.jit
+def second_sums_kernel(
+    student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, numbers_ptr, out_ptr,
+    stride_student, stride_teacher, stride_numbers, stride_out, V, padded,
+    scale, softcap, teacher_scale, teacher_softcap, teacher_share, temperature, beta, alpha,
+    FORM: tl.constexpr, MEASURED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Write both sums of each kind of the second pass (out). numbers: both log-partitions at the temperature."""
+    row = tl.program_id(0).to(tl.int64)
+    sides = Sides(
+        student_ptr + row * stride_student, bias_ptr, scale, softcap, teacher_ptr + row * stride_teacher,
+        teacher_bias_ptr, teacher_scale, teacher_softcap, teacher_share, V, padded,
+    )  # fmt: skip
+    numbers_ptr += row
+    out_ptr += row
+    s_lse = tl.load(numbers_ptr) * LOG2E
+    u_lse = tl.load(numbers_ptr + stride_numbers) * LOG2E
+    firsts, seconds = second_pass(sides, s_lse, u_lse, 1.0 / temperature, beta, alpha, FORM, MEASURED, LANES, VECTOR)
+    for i in tl.static_range(FIRST_PAIRED, COUNT):
+        first, second = in_nats(tl.sum(firsts[i], 0), tl.sum(seconds[i], 0), 1 << i)
+        tl.store(out_ptr, first)
+        tl.store(out_ptr + stride_out, second)
+        out_ptr += 2 * stride_out
+
+
+@triton.jit
+def gradient_kernel(
+    student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, labels_ptr, numbers_ptr, grad_ptr,
+    stride_student, stride_teacher, stride_numbers, stride_grad, V, padded, first,
+    scale, softcap, teacher_scale, teacher_softcap, teacher_share, temperature, weights, beta, alpha, divergence_scale,
+    label_weight, even_weight,
+    FORM: tl.constexpr, GRADED: tl.constexpr, OWN_SUMS: tl.constexpr, HAS_CE: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, ALIASED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient. numbers: see `_launched_gradient`. weights: of ROW_KINDS.
+
+    label_weight, even_weight: what CE subtracts at the label, and everywhere.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    sides = Sides(
+        student_ptr + row * stride_student, bias_ptr, scale, softcap, teacher_ptr + row * stride_teacher,
+        teacher_bias_ptr, teacher_scale, teacher_softcap, teacher_share, V, padded,
+    )  # fmt: skip
+    numbers_ptr += row
+    inv_t = 1.0 / temperature
+    s_lse = tl.load(numbers_ptr) * LOG2E
+    s_lse_T = tl.load(numbers_ptr + stride_numbers) * LOG2E
+    u_lse_T = tl.load(numbers_ptr + 2 * stride_numbers) * LOG2E
+    token_weight = tl.load(numbers_ptr + 3 * stride_numbers)
+    softmax_weight = tl.load(numbers_ptr + 4 * stride_numbers)
+    means = (0.0, tl.load(numbers_ptr + 5 * stride_numbers) * LOG2E)
+    for i in tl.static_range(FIRST_PAIRED, COUNT):
+        means = means + (mean_in_base_two(tl.load(numbers_ptr + (4 + i) * stride_numbers), 1 << i),)
+    label = 0
+    if HAS_CE:
+        label = tl.load(labels_ptr + row) - first
+    scaled = gradient_weights(weights, beta, alpha, divergence_scale * inv_t)
+    write_gradient(
+        grad_ptr + row * stride_grad, sides, scaled, means, s_lse_T, u_lse_T, inv_t, beta, alpha, s_lse, label,
+        softmax_weight, label_weight, even_weight, token_weight, FORM, GRADED, OWN_SUMS, HAS_CE, HAS_SMOOTHING, ALIASED,
+        LANES, VECTOR,
+    )  # fmt: skip
 
 
 class ShardInputs(NamedTuple):
@@ -57,13 +200,14 @@ class ShardInputs(NamedTuple):
     vocab: int
     options: DivergenceOptions
 
-    def launch(self, kernel: Any, outputs: Sequence[Tensor], numbers: Sequence[float], **constants: Any) -> bool:
+    def launch(self, kernel: Any, outputs: Sequence[Tensor], numbers: Sequence[Any], **constants: Any) -> bool:
         """Launch a kernel over this rank's columns, if Triton runs here. Return whether it did.
 
         outputs: the pointers behind the logits and biases. numbers: what follows the scalars of the logits.
         """
         x, o = self.rows, self.options
         n, columns = x.student.shape
+        # A rank without columns has nothing to launch, and is done.
         if not columns or not use_triton(x.student):
             return not columns
         padded = -(-columns // 16) * 16
@@ -73,8 +217,7 @@ class ShardInputs(NamedTuple):
         strides = [y.stride(0) for y in (x.student, x.teacher, *outputs) if y.dim() == 2]
         first = [self.first] if kernel in (statistics_kernel, gradient_kernel) else []
         launch = kept_launch(
-            kernel, (n,), *strides, columns, padded, *first, *o.numbers[:6], *map(float, numbers),
-            FORM=o.form + BIAS * (x.bias is not None) + TEACHER_BIAS * (x.teacher_bias is not None), **constants,
+            kernel, (n,), *strides, columns, padded, *first, *o.of_logits, *numbers, FORM=form_of(x, o), **constants,
             LANES=LANES // 2, VECTOR=max(1, VECTOR_BYTES // x.student.element_size()), num_warps=WARPS // 2,
         )  # fmt: skip
         biases = (x.student if bias is None else bias for bias in (x.bias, x.teacher_bias))
@@ -134,7 +277,6 @@ class RowNumbers(NamedTuple):
     s: Partition
     s_T: Partition
     u_T: Partition
-    u_top: Tensor  # at temperature 1
     forward_T: Tensor
     reverse_T: Tensor
     s_label: Tensor
@@ -142,23 +284,18 @@ class RowNumbers(NamedTuple):
 
 
 class GradientNumbers(NamedTuple):
-    """What the gradient of a row's logits depends on beside the logits: (n,) each."""
+    """What the gradient of a row's logits depends on besides the logits: (n,) each."""
 
     s: Partition
     s_T: Partition
     u_T: Partition
-    forward_weight: Tensor
-    reverse_weight: Tensor
-    reverse_T: Tensor
-    q_jsd: Tensor
-    skew_rise: Tensor
-    reverse_rise: Tensor
-    signs: Tensor
     token_weight: Tensor
+    reverse_T: Tensor
+    means: Tensor  # (len(SECOND_PASS), n), the second sum of each kind
 
     def at(self, rows: slice) -> "GradientNumbers":
-        numbers: Any = (x[rows] for x in self[3:])
-        return GradientNumbers(self.s.at(rows), self.s_T.at(rows), self.u_T.at(rows), *numbers)
+        s, s_T, u_T = self.s.at(rows), self.s_T.at(rows), self.u_T.at(rows)
+        return GradientNumbers(s, s_T, u_T, self.token_weight[rows], self.reverse_T[rows], self.means[:, rows])
 
 
 def divergence_shard(
@@ -170,20 +307,20 @@ def divergence_shard(
     """
     shard = ShardInputs(x, first, vocab, o)
     row = _combined(shard_statistics(shard, out), shard, out, ranks)
-    sums = out.new_zeros(len(SECOND), out.shape[1])
+    sums = out.new_zeros(len(SECOND_PASS), 2, out.shape[1])
     if o.measured:
-        floor = _head_floor(shard, row, ranks) if "adaptive_kl" in o.weights else row.u_top
-        sums = ranks.sum_(second_sums(shard, row, floor))
-    head_share = _write_terms(row, dict(zip(SECOND, sums, strict=True)), out, o)
+        sums = ranks.sum_(second_sums(shard, row)).view(sums.shape)
+    _write_terms(row, sums, out, o)
     _write_loss(row, x, out, vocab, o)
     if grad is not None and grad.shape[1]:
-        shard_gradient(shard, _gradient_numbers(row, dict(zip(SECOND, sums, strict=True)), head_share, x, o), grad)
+        weight = torch.ones_like(row.plain) if x.token_weight is None else x.token_weight
+        shard_gradient(shard, GradientNumbers(row.s, row.s_T, row.u_T, weight, row.reverse_T, sums[:, 1]), grad)
 
 
 def shard_statistics(shard: ShardInputs, like: Tensor) -> Tensor:
     """Return this rank's STATISTICS (len(STATISTICS), n). like: in their dtype."""
     every = like.new_zeros(len(STATISTICS), like.shape[1])
-    every[:4] = LOWEST
+    every[:4] = LOWEST  # the maxima of a rank without columns: below all others
     labels, flags = shard.rows.labels, shard.options.flags
     constants = {name: flags[name] for name in ("OWN_SUMS", "HAS_SMOOTHING")}
     outputs = [torch.empty_like(every[0], dtype=torch.int64) if labels is None else labels, every]
@@ -222,10 +359,11 @@ def _sums(x: Tensor, other: Tensor, top: Tensor, temperature: float) -> Tensor:
 def _combined(part: Tensor, shard: ShardInputs, out: Tensor, ranks: RankSums) -> RowNumbers:
     """Combine the ranks' statistics and write the metrics, which are at temperature 1."""
     o = shard.options
-    tops = ranks.max_(part[:3].clone())
+    tops = ranks.max_(part[:3].clone())  # the first all-reduce
     below = part[:3] - tops
+    # what this rank's sums shrink by, relative to the common maxima
     share, share_T = below.exp(), (below / o.temperature).exp()
-    agrees = (part[0] == tops[0]) & (part[3] >= tops[1])
+    agrees = (part[0] == tops[0]) & (part[3] >= tops[1])  # on the rank that holds the maximum; summed, any rank will do
     s_total, s_moment, s_ratio, t_total, t_moment, t_ratio, s_total_T, s_ratio_T, u_total_T, u_ratio_T, *labels = part[
         4:
     ]
@@ -235,12 +373,12 @@ def _combined(part: Tensor, shard: ShardInputs, out: Tensor, ranks: RankSums) ->
         s_total_T * share_T[0], s_ratio_T * share_T[0], u_total_T * share_T[2], u_ratio_T * share_T[2],
         *labels, agrees.to(part.dtype),
     ])  # fmt: skip
-    sums = ranks.sum_(sums)
+    sums = ranks.sum_(sums)  # the second
     s_top, t_top, u_top = tops.masked_fill(tops <= LOWEST, torch.nan)  # a row without any token
     s_total, s_moment, s_ratio, t_total, t_moment, t_ratio, *at_T, plain, s_label, t_label, agrees = sums
     s, t = Partition(s_top, s_total.log()), Partition(t_top, t_total.log())
-    forward = _unbounded(t_ratio / t_total - t.above(s))
-    reverse = _unbounded(s_ratio / s_total - s.above(t))
+    forward = inf_if_ruled_out(t_ratio / t_total - t.above(s))
+    reverse = inf_if_ruled_out(s_ratio / s_total - s.above(t))
     out[ENTROPY], out[TEACHER_ENTROPY] = s_total.log() - s_moment / s_total, t_total.log() - t_moment / t_total
     out[FORWARD_KL], out[REVERSE_KL], out[AGREES] = forward, reverse, agrees > 0
     out[LOG_PROB] = out[IS_TOP1] = out[TEACHER_LOG_PROB] = 0
@@ -249,18 +387,13 @@ def _combined(part: Tensor, shard: ShardInputs, out: Tensor, ranks: RankSums) ->
         s_label = s_label.where((labels >= 0) & (labels < shard.vocab), torch.nan)  # a wrong label shows
         out[LOG_PROB], out[TEACHER_LOG_PROB], out[IS_TOP1] = s_label - s.lse, t_label - t.lse, s_label >= s_top
     if not o.flags["OWN_SUMS"]:
-        return RowNumbers(s, s, t, t_top, forward, reverse, s_label, plain)
+        return RowNumbers(s, s, t, forward, reverse, s_label, plain)
     T = o.temperature
     s_total_T, s_ratio_T, u_total_T, u_ratio_T = at_T
     s_T, u_T = Partition(s_top / T, s_total_T.log()), Partition(u_top / T, u_total_T.log())
-    forward_T = _unbounded(u_ratio_T / u_total_T / T - u_T.above(s_T))
-    reverse_T = _unbounded(s_ratio_T / s_total_T / T - s_T.above(u_T))
-    return RowNumbers(s, s_T, u_T, u_top, forward_T, reverse_T, s_label, plain)
-
-
-def _unbounded(kl: Tensor) -> Tensor:
-    """Return a KL as infinite where one side has mass and the other none."""
-    return kl.masked_fill(kl > 1e20, torch.inf)
+    forward_T = inf_if_ruled_out(u_ratio_T / u_total_T / T - u_T.above(s_T))
+    reverse_T = inf_if_ruled_out(s_ratio_T / s_total_T / T - s_T.above(u_T))
+    return RowNumbers(s, s_T, u_T, forward_T, reverse_T, s_label, plain)
 
 
 def _distributions(shard: ShardInputs, s_T: Partition, u_T: Partition) -> tuple[Distributions, Tensor, Tensor | float]:
@@ -268,96 +401,33 @@ def _distributions(shard: ShardInputs, s_T: Partition, u_T: Partition) -> tuple[
     s, _, u, slope = shard.logits()
     T = shard.options.temperature
     log_q, log_p = s_T.log_probs(s / T), u_T.log_probs(u / T)
-    return Distributions(log_q, log_p, log_q.exp(), log_p.exp(), True), s, slope
+    return Distributions(log_q, log_p, log_q.exp(), log_p.exp()), s, slope
 
 
-def _head_floor(shard: ShardInputs, row: RowNumbers, ranks: RankSums) -> Tensor:
-    """Return the lowest logit (n,) of the adaptive KL's head: see `head_floor` of _divergence_pieces.py."""
-    T = shard.options.temperature
-    high, low = row.u_top.clone(), (row.u_T.lse - math.log(4 * shard.vocab)) * T
-    active = (-row.u_T.log_total).exp() < 0.5
-    for _ in range(HEAD_STEPS):
-        bounds = low + (high - low) * low.new_tensor([[0.25], [0.5], [0.75]])
-        masses, ends = head_sums(shard, row.u_T, low, high, bounds)
-        over = ranks.sum_(masses) > 0.5
-        least, most = ranks.max_(ends)
-        below = torch.where(over[2], bounds[2], torch.where(over[1], bounds[1], torch.where(over[0], bounds[0], low)))
-        above = torch.where(over[2], high, torch.where(over[1], bounds[2], torch.where(over[0], bounds[1], bounds[0])))
-        low, high = torch.where(active, below, low), torch.where(active, above, high)
-        active = active & (-least < most)
-    return high
-
-
-def head_sums(shard: ShardInputs, u_T: Partition, low: Tensor, high: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ((3, n) the mass at logits from each bound up, (2, n) minus the least logit from low up, and the largest
-    below high), of this rank's columns."""
-    both = torch.cat([torch.zeros_like(bounds), torch.full_like(bounds[:2], LOWEST)])
-    masses, ends = both[:3], both[3:]
-    numbers = torch.stack([u_T.lse, low, high, *bounds])
-    if shard.launch(head_sums_kernel, [numbers, both], []):
-        return masses, ends
-    for at, block in shard.blocks():
-        _, _, u, _ = block.logits()
-        p = u_T.at(at).log_probs(u / shard.options.temperature).exp()
-        for i, bound in enumerate(bounds):
-            masses[i, at] = p.masked_fill(u < bound[at, None], 0).sum(-1)
-        ends[0, at] = -u.masked_fill(u < low[at, None], -LOWEST).amin(-1)
-        ends[1, at] = u.masked_fill(u >= high[at, None], LOWEST).amax(-1)
-    return masses, ends
-
-
-def second_sums(shard: ShardInputs, row: RowNumbers, floor: Tensor) -> Tensor:
-    """Return this rank's SECOND sums (len(SECOND), n); those of kinds that are not asked for stay 0."""
-    every = torch.zeros(len(SECOND), *row.u_top.shape, dtype=row.u_top.dtype, device=row.u_top.device)
-    o, numbers = shard.options, torch.stack([row.s_T.lse, row.u_T.lse, floor])
-    if shard.launch(second_sums_kernel, [numbers, every], [o.beta, o.alpha], MEASURED=o.measured):
+def second_sums(shard: ShardInputs, row: RowNumbers) -> Tensor:
+    """Return this rank's part of both sums of each kind of SECOND_PASS, (2 len(SECOND_PASS), n); 0 if not asked for."""
+    o, numbers = shard.options, torch.stack([row.s_T.lse, row.u_T.lse])
+    every = numbers.new_zeros(2 * len(SECOND_PASS), numbers.shape[1])
+    if shard.launch(second_sums_kernel, [numbers, every], [float(o.beta), float(o.alpha)], MEASURED=o.measured):
         return every
     for at, block in shard.blocks():
-        _block_sums(block, row.s_T.at(at), row.u_T.at(at), floor[at], every[:, at])
+        x, *_ = _distributions(block, row.s_T.at(at), row.u_T.at(at))
+        for i, kind in enumerate(SECOND_PASS):
+            if kind in o.weights:
+                every[2 * i, at], every[2 * i + 1, at] = sums_of(kind, x, pieces_of(kind, x, o.beta, o.alpha))
     return every
 
 
-def _block_sums(shard: ShardInputs, s_T: Partition, u_T: Partition, floor: Tensor, sums: Tensor) -> None:
-    o = shard.options
-    x, *_ = _distributions(shard, s_T, u_T)
-    dot = torch.linalg.vecdot
-    if "jsd" in o.weights:
-        q_ratio, p_ratio = log_ratios(x, o.beta)
-        sums[0], sums[1] = dot(x.p, p_ratio), dot(x.q, q_ratio)
-    if "skew_kl" in o.weights:
-        q_ratio, p_ratio = log_ratios(x, o.alpha)
-        sums[2], sums[3] = dot(x.p, p_ratio), dot(x.p - x.q, q_ratio.exp())
-    if "skew_reverse_kl" in o.weights:
-        ratio, _ = log_ratios(x, 1 - o.alpha)
-        sums[4], sums[5] = dot(x.q, ratio), dot(x.q, ratio - o.alpha * torch.expm1(ratio))
-    gaps = (x.p - x.q).abs()
-    sums[6] = gaps.sum(-1)
-    if "tvd" in o.weights:
-        sums[8] = dot(x.q, torch.sign(x.log_q - x.log_p))
-    if "adaptive_kl" in o.weights:
-        _, _, u, _ = shard.logits()
-        sums[7] = gaps.masked_fill(u < floor[:, None], 0).sum(-1)
-
-
-def _write_terms(row: RowNumbers, sums: dict[str, Tensor], out: Tensor, o: DivergenceOptions) -> Tensor:
-    """Write the divergences, and their weighted sum into DIVERGENCE; return the head's share (n,) of the gaps."""
-    gaps = sums["gaps"]
-    head_share = torch.where(gaps > 0, sums["head_gaps"] / gaps, 0.5)
-    values = {
-        "forward_kl": row.forward_T,
-        "reverse_kl": row.reverse_T,
-        "jsd": o.beta * sums["p_jsd"] + (1 - o.beta) * sums["q_jsd"],
-        "skew_kl": sums["skew"],
-        "skew_reverse_kl": sums["reverse"],
-        "tvd": gaps / 2,
-        "adaptive_kl": head_share * row.forward_T + (1 - head_share) * row.reverse_T,
-    }
+def _write_terms(row: RowNumbers, sums: Tensor, out: Tensor, o: DivergenceOptions) -> None:
+    """Write the divergences, and their weighted sum into DIVERGENCE."""
+    values = {"forward_kl": row.forward_T, "reverse_kl": row.reverse_T}
+    for kind, (first, second) in zip(SECOND_PASS, sums, strict=True):
+        values[kind] = value_of(kind, first, second, o.beta)
     out[DIVERGENCE] = 0
     for i, kind in enumerate(ROW_KINDS):
         out[TERMS + i] = values[kind] * o.divergence_scale
         if o.weight(kind):  # 0 * an infinite divergence would be NaN
             out[DIVERGENCE] += o.weight(kind) * out[TERMS + i]
-    return head_share
 
 
 def _write_loss(row: RowNumbers, x: RowInputs, out: Tensor, vocab: int, o: DivergenceOptions) -> None:
@@ -372,18 +442,6 @@ def _write_loss(row: RowNumbers, x: RowInputs, out: Tensor, vocab: int, o: Diver
         out[LOSS] *= x.token_weight
 
 
-def _gradient_numbers(row: RowNumbers, sums: dict[str, Tensor], head_share: Tensor, x: RowInputs, o: DivergenceOptions):
-    adaptive = o.weight("adaptive_kl")
-    forward, reverse = (torch.full_like(row.u_top, o.weight(kind)) for kind in ("forward_kl", "reverse_kl"))
-    if adaptive:  # its gradient is both KLs' gradients with these weights
-        forward, reverse = forward + adaptive * head_share, reverse + adaptive * (1 - head_share)
-    weight = torch.ones_like(row.u_top) if x.token_weight is None else x.token_weight
-    return GradientNumbers(
-        row.s, row.s_T, row.u_T, forward, reverse, row.reverse_T, sums["q_jsd"], sums["skew_rise"],
-        sums["reverse_rise"], sums["signs"], weight,
-    )  # fmt: skip
-
-
 def shard_gradient(shard: ShardInputs, row: GradientNumbers, grad: Tensor) -> None:
     """Write the gradient (n, c) of the loss over this rank's raw student logits."""
     if _launched_gradient(shard, row, grad):
@@ -396,11 +454,10 @@ def _launched_gradient(shard: ShardInputs, row: GradientNumbers, grad: Tensor) -
     o, labels = shard.options, shard.rows.labels
     lse = row.s.lse
     softmax_weight = o.ce_weight * (1 + 2 * o.z_loss * lse)
-    numbers = torch.stack([lse, row.s_T.lse, row.u_T.lse, *row[3:], softmax_weight])  # pyright: ignore
+    numbers = torch.stack([lse, row.s_T.lse, row.u_T.lse, row.token_weight, softmax_weight, row.reverse_T, *row.means])
     outputs = [torch.empty_like(lse, dtype=torch.int64) if labels is None else labels, numbers, grad]
-    kinds = [o.weight(kind) for kind in ("jsd", "skew_kl", "skew_reverse_kl", "tvd")]
     even = o.ce_weight * o.label_smoothing / shard.vocab
-    scalars = [*kinds, o.beta, o.alpha, o.divergence_scale, o.ce_weight * (1 - o.label_smoothing), even]
+    scalars = [*o.of_kinds, float(o.ce_weight * (1 - o.label_smoothing)), float(even)]
     constants = {name: o.flags[name] for name in ("GRADED", "OWN_SUMS", "HAS_CE", "HAS_SMOOTHING")}
     aliased = grad.dtype != shard.rows.student.dtype
     return shard.launch(gradient_kernel, outputs, scalars, **constants, ALIASED=aliased)
@@ -409,34 +466,16 @@ def _launched_gradient(shard: ShardInputs, row: GradientNumbers, grad: Tensor) -
 def _block_gradient(shard: ShardInputs, row: GradientNumbers, grad: Tensor) -> None:
     o = shard.options
     x, s, slope = _distributions(shard, row.s_T, row.u_T)
-
-    def column(numbers: Tensor) -> Tensor:
-        return numbers[:, None]
-
-    total = torch.zeros_like(s)
-    if o.weight("jsd"):
-        q_ratio, _ = log_ratios(x, o.beta)
-        total.addcmul_(x.q, q_ratio - column(row.q_jsd), value=o.weight("jsd") * (1 - o.beta))
-    if o.weight("skew_kl"):
-        q_ratio, _ = log_ratios(x, o.alpha)
-        rise = (x.p - x.q) * q_ratio.exp()
-        total.add_(x.q * column(row.skew_rise) - rise, alpha=o.weight("skew_kl") * (1 - o.alpha) ** 2)
-    if o.weight("skew_reverse_kl"):
-        ratio, _ = log_ratios(x, 1 - o.alpha)
-        rise = ratio - o.alpha * torch.expm1(ratio)
-        total.addcmul_(x.q, rise - column(row.reverse_rise), value=o.weight("skew_reverse_kl"))
-    if o.weight("tvd"):
-        total.addcmul_(x.q, torch.sign(x.log_q - x.log_p) - column(row.signs), value=o.weight("tvd") / 2)
-    if o.weight("forward_kl") or o.weight("adaptive_kl"):
-        total.addcmul_(x.q - x.p, column(row.forward_weight))
-    if o.weight("reverse_kl") or o.weight("adaptive_kl"):
-        total += column(row.reverse_weight) * x.q * (x.log_q - x.log_p - column(row.reverse_T))
-    total *= o.divergence_scale / o.temperature
+    total, means = torch.zeros_like(s), dict(zip(SECOND_PASS, row.means, strict=True))
+    for kind in ROW_KINDS:
+        if o.weight(kind):
+            pieces = pieces_of(kind, x, o.beta, o.alpha) if kind in means else None
+            add_gradient(total, kind, x, pieces, means.get(kind, row.reverse_T), o)
     if o.ce_weight:
         assert shard.rows.labels is not None
         place, inside = shard.places()
-        total.addcmul_(row.s.log_probs(s).exp(), column(o.ce_weight * (1 + 2 * o.z_loss * row.s.lse)))
+        total.addcmul_(row.s.log_probs(s).exp(), (o.ce_weight * (1 + 2 * o.z_loss * row.s.lse))[:, None])
         of_label = inside.to(total.dtype) * (o.ce_weight * (o.label_smoothing - 1))
-        total.scatter_add_(1, column(place), column(of_label))
+        total.scatter_add_(1, place[:, None], of_label[:, None])
         total -= o.ce_weight * o.label_smoothing / shard.vocab
-    grad.copy_(total.mul_(slope).mul_(column(row.token_weight)))
+    grad.copy_(total.mul_(slope).mul_(row.token_weight[:, None]))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ._triton import Launch, remembered, tl, triton
+from ._tuning import SHAPES
 
 LEVELS = 1 << 16
 WORD = 0xFFFFFFFF
@@ -27,7 +28,7 @@ MULTIPLIERS, STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)  # Philo
 ROUNDS = tl.constexpr(7)
 
 WIDEST = 128  # numbers of a row of values that a program computes
-FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_TILE, FORWARD_WARPS = 32, 128, 4096, 4  # tile: numbers of A, at most
+FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_TILE, FORWARD_WARPS = SHAPES.DROPOUT_FORWARD
 
 
 class Tiling(NamedTuple):
@@ -39,7 +40,7 @@ class Tiling(NamedTuple):
     programs: int
 
 
-NARROW, MIDDLE, WIDE = Tiling(16, 128, 4, 528), Tiling(32, 128, 4, 264), Tiling(32, 64, 8, 264)
+NARROW, MIDDLE, WIDE = (Tiling(*shape) for shape in SHAPES.DROPOUT_BACKWARD)
 
 
 class Run(NamedTuple):
@@ -55,38 +56,38 @@ class Run(NamedTuple):
 
 def threshold_of(p: float) -> int:
     """Return how many of `LEVELS` values drop an element."""
-    return min(round(p * LEVELS), LEVELS - 1)
+    return min(round(p * LEVELS), LEVELS - 1)  # p just below 1 must not drop everything: 1 / (1 - p) would be infinite
 
 
 def draw_seed(x: Tensor) -> Tensor:
-    """Draw a seed (1,) on x's device, from torch's own generator. CUDA graphs draw anew at each replay."""
+    """Draw a seed (1,) on x's device, from torch's own generator. CUDA graphs draw again at each replay."""
     return torch.randint(2**63 - 1, (1,), device=x.device)
 
 
 def kept(seed: Tensor, stream: int, shape: Sequence[int], threshold: int) -> Tensor:
     """Return the mask m (N, K) of an adapter, in plain torch."""
     rows, columns = shape
-    groups = -(-columns // 8)
+    groups = -(-columns // 8)  # one call of the generator makes the bits of eight columns
     counter = [
         torch.arange(rows, device=seed.device).view(-1, 1).expand(rows, groups),
         torch.arange(groups, device=seed.device).expand(rows, groups),
         seed.new_full((rows, groups), stream),
         seed.new_zeros(rows, groups),
     ]
-    words = torch.stack(philox(seed, counter), -1)
-    bits = torch.stack((words & 0xFFFF, words >> 16), -1)
+    words = torch.stack(philox(seed, counter), -1)  # (N, groups, 4) of 32 bits
+    bits = torch.stack((words & 0xFFFF, words >> 16), -1)  # two numbers of 16 bits a word
     return bits.flatten(1)[:, :columns] >= threshold
 
 
 def philox(seed: Tensor, counter: Sequence[Tensor]) -> list[Tensor]:
     """Return four 32-bit numbers for each counter of four, all of them in int64."""
     c0, c1, c2, c3 = counter
-    k0, k1 = seed & WORD, seed >> 32 & WORD
+    k0, k1 = seed & WORD, seed >> 32 & WORD  # the key: both halves of the seed
     for _ in range(7):
         first, second = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2  # may wrap, which leaves all 64 bits right
         c0, c2 = (second >> 32 & WORD) ^ c1 ^ k0, (first >> 32 & WORD) ^ c3 ^ k1
         c1, c3 = second & WORD, first & WORD
-        k0, k1 = k0 + STEPS[0] & WORD, k1 + STEPS[1] & WORD
+        k0, k1 = k0 + STEPS[0] & WORD, k1 + STEPS[1] & WORD  # + binds before &
     return [c0, c1, c2, c3]
 
 
@@ -110,9 +111,11 @@ def _keep(seed, row, group, stream, threshold, ROWS: tl.constexpr, COLUMNS: tl.c
         high1, low1 = _multiplied(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
-    words = tl.join(tl.join(c0, c2), tl.join(c1, c3))
+    words = tl.join(tl.join(c0, c2), tl.join(c1, c3))  # in the order that reshaping turns into c0 c1 c2 c3
     least = tl.full((1, 1), threshold, tl.uint32)
     least = tl.expand_dims(tl.expand_dims(least, 2), 3) << 16
+    # The low 16 bits, shifted up, and the high ones, whose lower bits cannot change the comparison with a multiple of
+    # 2^16.
     keep = tl.join((words << 16) >= least, words >= least)
     return tl.reshape(keep, (ROWS, COLUMNS))
 
@@ -145,7 +148,7 @@ def _values_kernel(
         a = tl.load(a_rows + column[None, :], mask=in_width[:, None] & inside[None, :], other=0.0)
         group = first // 8 + tl.arange(0, COLUMNS // 8)
         keep = _keep(seed, row, group, stream + adapter, threshold, ROWS, COLUMNS)
-        x = tl.where(keep, x, 0.0).to(a.dtype)
+        x = tl.where(keep, x, 0.0).to(a.dtype)  # the factor 1 / (1 - p) is in `factor`
         values = tl.dot(x, tl.trans(a), values, input_precision="ieee")
     at = row.to(tl.int64)[:, None] * (SLOTS * total) + value[None, :]
     tl.store(values_ptr + at, values * factor, mask=in_rows[:, None] & in_width[None, :])
@@ -202,7 +205,7 @@ def _gradients_kernel(
     x = tl.zeros((ROWS, COLUMNS), dtype=g_ptr.dtype.element_ty)
     dx = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     da0 = tl.zeros((WIDTH, COLUMNS), dtype=tl.float32)
-    da1, da2 = da0, da0
+    da1, da2 = da0, da0  # COUNT is 3 at most, so three sums are written out
     for top in range(split * span, min(split * span + span, n), ROWS):
         row = top + tl.arange(0, ROWS)
         in_rows = row < n
@@ -302,7 +305,7 @@ def add_gradients(
 def _spans(rows: int, columns: int, tilings: Sequence[Tiling]) -> tuple[int, int]:
     """Return (rows of a program, programs for each block of columns)."""
     wanted = max([1, *(t.programs // -(-columns // t.columns) for t in tilings)])
-    step = max([16, *(t.rows for t in tilings)])
+    step = max([16, *(t.rows for t in tilings)])  # all tiles of rows divide a span
     span = max(1, -(-rows // (wanted * step))) * step
     return span, max(1, -(-rows // span))
 
@@ -314,7 +317,7 @@ def _tiling(slots: int, run: Run) -> Tiling:
 
 
 def _width(slots: int, run: Run) -> int:
-    return max(16, triton.next_power_of_2(slots * run.rank))
+    return max(16, triton.next_power_of_2(slots * run.rank))  # 16: the least that tensor cores take
 
 
 @remembered

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from ._autograd import check_dtypes, empty, first_order
 from ._triton import Launch, remembered, tl, triton, use_triton
+from ._tuning import SHAPES
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
-FORWARD = BACKWARD = (512, 4)  # elements a program, warps
+FORWARD = BACKWARD = SHAPES.GATED
 
 
 def activation_reference(x: Tensor, activation: str) -> Tensor:
@@ -41,7 +42,7 @@ def gated_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     """Return act(gate) * up in plain torch. If up is None, gate is packed."""
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
     dtype = torch.promote_types(gate.dtype, up.dtype)
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
     return (activation_reference(gate.to(wide), activation) * up.to(wide)).to(dtype)
 
 
@@ -53,14 +54,14 @@ def _activate(x, ACTIVATION: tl.constexpr):
         value = x * s
         slope = s + value * (1.0 - s)
     elif ACTIVATION == "gelu_tanh":
-        square = x * x
+        square = x * x  # 2u = x (1.5957 + 0.0713 x^2): sqrt(8/pi), and 0.044715 of it
         s = tl.sigmoid(x * (1.5957691216057308 + 0.07135481282053 * square))
         value = x * s
         slope = s + value * (1.0 - s) * (1.5957691216057308 + 0.21406443846159 * square)
     elif ACTIVATION == "gelu":
-        cdf = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        cdf = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)  # 1 / sqrt(2)
         value = x * cdf
-        slope = cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+        slope = cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))  # 1 / sqrt(2 pi): the normal density
     elif ACTIVATION == "relu2":
         positive = tl.where(x < 0.0, 0.0, x)  # unlike a maximum, keeps NaN
         value = positive * positive
@@ -68,7 +69,7 @@ def _activate(x, ACTIVATION: tl.constexpr):
     else:
         tl.static_assert(ACTIVATION == "relu2_output")
         value = x
-        slope = 2.0 * tl.sqrt(x)
+        slope = 2.0 * tl.sqrt(x)  # x is max(input, 0)^2, whose slope is 2 max(input, 0)
     return value, slope
 
 
@@ -217,6 +218,7 @@ def forward(gate: Tensor, up: Tensor | None, activation: str, dtype: torch.dtype
     n = h.numel()
     if n == 0:
         return h
+    # One dimension and no strides: the common case, with the fewest instructions for addresses.
     if _flat(gate, up):
         _flat_launch(_forward_flat_kernel, n, activation, FORWARD)(gate, up, h)
         return h
@@ -238,7 +240,7 @@ def backward(
     n = gate.numel()
     if n == 0:
         return
-    if _flat(dh, gate, up, dgate, dup):
+    if _flat(dh, gate, up, dgate, dup):  # as in `forward`
         _flat_launch(_backward_flat_kernel, n, activation, BACKWARD)(dh, gate, up, dgate, dup, h)
         return
     (dh_rows, *dh_strides), (gate_rows, *gate_strides), (up_rows, *up_strides) = _rows(dh), _rows(gate), _rows(up)
@@ -274,7 +276,7 @@ def input_gradients(
     """
     memory = _itself if overwrite else empty
     if up is None:
-        packed = memory(gate)
+        packed = memory(gate)  # one tensor, of which both gradients are halves
         backward(dh, *halves(gate, None), *halves(packed, None), activation, h)
         return packed, None
     dgate = memory(gate) if needs[0] else None

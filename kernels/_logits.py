@@ -12,6 +12,8 @@ from torch import Tensor
 from ._autograd import stats_dtype
 from ._triton import tl, triton
 
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)  # the hardware computes powers of two: kernels multiply logits by it once
 LOWEST = -1e30  # replaces -inf, the logit of a token that is ruled out: the difference of two such is a number
 
 
@@ -54,6 +56,21 @@ def entropy_of(log_probs: Tensor) -> Tensor:
 
 
 @triton.jit
+def transformed(z, scale, softcap, HAS_SOFTCAP: tl.constexpr, BASE_TWO: tl.constexpr):
+    """Return (the logit, d logit / d raw) from raw + bias; with BASE_TWO the logit is multiplied by log2(e)."""
+    unit: tl.constexpr = LOG2E if BASE_TWO else 1.0
+    if HAS_SOFTCAP:
+        # tanh(y) = 2 sigmoid(2 y) - 1: one exponential and no branch
+        tanh = 2.0 * tl.sigmoid(2.0 * (z * scale) / softcap) - 1.0
+        x = tanh * (softcap * unit)
+        slope = (1.0 - tanh * tanh) * scale
+    else:
+        x = z * (scale * unit)
+        slope = tl.zeros_like(z) + scale
+    return x, slope
+
+
+@triton.jit
 def load_logits(
     raw_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     EVICT: tl.constexpr,
@@ -62,38 +79,19 @@ def load_logits(
     z = tl.load(raw_ptr + cols, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    z = z * scale
-    slope = tl.zeros_like(z) + scale
-    if HAS_SOFTCAP:
-        tanh = 2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0
-        z = softcap * tanh
-        slope = (1.0 - tanh * tanh) * scale
-    return tl.where(mask, z, -1e30), slope
+    x, slope = transformed(z, scale, softcap, HAS_SOFTCAP, False)
+    return tl.where(mask, x, -1e30), slope
 
 
 @triton.jit
-def load_label_logit(raw_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def load_label_logit(
+    raw_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BASE_TWO: tl.constexpr,
+):  # fmt: skip
     """Return the label's logit. It is NaN for a label outside [0, V), so that a wrong label shows."""
     inside = (label >= 0) & (label < V)
     z = tl.load(raw_ptr + label, mask=inside, other=float("nan")).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_ptr + label, mask=inside, other=0.0).to(tl.float32)
-    z = z * scale
-    if HAS_SOFTCAP:
-        z = softcap * (2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0)
-    return z
-
-
-@triton.jit
-def fold(x, top, total, weighted, value):
-    """Update an online softmax with one running maximum a lane: lanes are reduced once, when the row ends.
-
-    total = sum exp(x - top), weighted = sum exp(x - top) * value. One of the two rescaling factors is always 1, so a
-    single exponential of -|x - top| serves both cases.
-    """
-    rise = x - top
-    e = tl.exp(-tl.abs(rise))
-    higher = rise > 0
-    total = tl.where(higher, total * e + 1.0, total + e)
-    weighted = tl.where(higher, weighted * e + value, weighted + e * value)
-    return tl.where(higher, x, top), total, weighted
+    x, _ = transformed(z, scale, softcap, HAS_SOFTCAP, BASE_TWO)
+    return x

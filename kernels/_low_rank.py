@@ -1,8 +1,13 @@
-"""Products with low-rank adapters, on matrices: the adapters, dtypes, and products of the LoRA ops.
+"""Linear layers with low-rank adapters that read one x, forward and backward, on matrices: the code of the LoRA ops.
 
-    values = s x A^T        y += values B^T        g = s dy B        dA = g^T x        dB = dy^T values
+    y_i = x W_i^T + b_i + sum_j s_j (x A_j^T) B_j^T        for the layers i that read one x, and the adapters j of each
+    values_j = s_j x A_j^T    g_j = s_j dy_i B_j    dB_j = dy_i^T values_j    dA_j = g_j^T x
+    dx = sum_i dy_i W_i + sum_j g_j A_j
 
-Shapes    x: (N, K)  A: (r, K)  B: (O, r)  y: (N, O)  values, g: (N, slots, r)
+Shapes    x: (N, K)  W: (O, K)  A: (r, K)  B: (O, r)  y: (N, O)  values, g: (N, slots, r)
+Method    The A of all adapters are one matrix, so x is read once for them, and once for dA. The products themselves add
+          the terms of y and dx (addmm_), so nothing else of their size is made. s_j is in x A_j^T and g_j. W and b are
+          frozen: W has no gradient. Under autocast A and B are cast once, and kept for the backward.
 Numerics  y and dx are in the dtype of the base product; each term is rounded as it is added. If adapters have that
           dtype, or under autocast, everything has it. By default PEFT makes adapters wider than x (fp32 over a bf16
           base). Then x A^T, g and the gradients have the adapters' precision, as in PEFT's own forward, but x is not
@@ -10,20 +15,24 @@ Numerics  y and dx are in the dtype of the base product; each term is rounded as
           exact except for underflow. As columns of one product with fp32 results, the three cost little more than
           one: r is so small that reading x takes most of the time. Where two such matrices u and v meet, in y and
           dx, [h m l h] of u times [h h h m] of v is their product to 2^-16. On other devices x is cast.
+Dropout   An adapter reads m_j * x / (1 - p_j), with its own mask m_j: x A_j^T, dA_j and its part of dx. See
+          _dropout.py. Where Triton does not run, m_j * x is made for one adapter at a time.
 Source    Hu et al. 2021, arXiv:2106.09685; sums of bf16 matrices: Henry et al. 2019, arXiv:1904.06376
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ._dropout import LEVELS, threshold_of
+from ._dropout import LEVELS, Run, add_gradients, draw_seed, kept, runs_of, threshold_of, values_of_kept
 from ._triton import Launch, remembered, tl, triton, use_triton
+from ._tuning import SHAPES
 
-BLOCK, WARPS = 1024, 4
+BLOCK, WARPS = SHAPES.SPLIT
 
 
 class Adapter(NamedTuple):
@@ -92,6 +101,7 @@ class Numerics:
             return cls(dtype, dtype, wide=wide and dtype.itemsize == 2)
         rank = x.dtype
         for adapter in adapters:
+            # The widest of x and all adapters: one product computes the terms of several, so it has one dtype.
             rank = torch.promote_types(torch.promote_types(rank, adapter.a.dtype), adapter.b.dtype)
         return cls(x.dtype, rank, rank == torch.float32 and x.dtype == torch.bfloat16 and _has_wide_results(x))
 
@@ -115,17 +125,18 @@ def _split_kernel(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     row, column = at // width, at % width
+    # The parts are columns of one product with h, m and l: their sum is the fp32 value.
     value = tl.load(parts_ptr + row * (PARTS * width) + column, mask=mask)
     for part in tl.static_range(1, PARTS):
         value += tl.load(parts_ptr + row * (PARTS * width) + part * width + column, mask=mask)
     value *= scale
     out = out_ptr + row * stride_row + column
-    high = value.to(out_ptr.dtype.element_ty)
+    high = value.to(out_ptr.dtype.element_ty)  # the 8 leading bits; `middle` has the next 8, `low` the rest
     value -= high.to(tl.float32)
     middle = value.to(out_ptr.dtype.element_ty)
-    low = (value - middle.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    low = (value - middle.to(tl.float32)).to(out_ptr.dtype.element_ty)  # differences of floats this close are exact
     tl.store(out, high, mask=mask)
-    if FORM == "hhhm":
+    if FORM == "hhhm":  # the right factor: what h, m, l and h of the left one meet
         tl.store(out + stride_slot, high, mask=mask)
         tl.store(out + 2 * stride_slot, high, mask=mask)
         tl.store(out + 3 * stride_slot, middle, mask=mask)
@@ -186,7 +197,7 @@ def new_values(m: Tensor, width: int, numerics: Numerics) -> Tensor:
 def multiply(m: Tensor, factor: Tensor, values: Tensor, scale: float, numerics: Numerics) -> None:
     """Compute values = scale * m factor. m: (N, columns) in `compute`; factor: (columns, r) in `rank`."""
     if numerics.split:
-        products = _wide_product(m, _columns(factor, "hml"))
+        products = _wide_product(m, _columns(factor, "hml"))  # (N, 3 r): m times h, m and l
         split(products.view(-1, 3, factor.shape[1]), "hmlh", values, scale)
     else:
         values[:, 0].addmm_(m.to(numerics.rank), factor, beta=0, alpha=scale)
@@ -195,23 +206,25 @@ def multiply(m: Tensor, factor: Tensor, values: Tensor, scale: float, numerics: 
 def add(y: Tensor, values: Tensor, factor: Tensor, numerics: Numerics) -> None:
     """Add values factor to y. y: (N, columns) in `compute`; factor: (r, columns) in `rank`."""
     if numerics.split:
+        # h h + m h + l h + h m: all products of the parts above 2^-16 of the largest.
         y.addmm_(values.flatten(1), _columns(factor.t(), "hhhm").t())
     elif numerics.rank == numerics.compute:
         y.addmm_(values[:, 0], factor)
     else:
-        y.add_(values[:, 0] @ factor)
+        y.add_(values[:, 0] @ factor)  # in the wider dtype, rounded as it is added
 
 
 def a_gradient(g: Tensor, x: Tensor, numerics: Numerics) -> Tensor:
     """Return g^T x (R, K) in `rank`, or in fp32 if `wide`."""
     if numerics.split:
-        return _wide_product(g[:, :3].flatten(1).t(), x).view(3, -1, x.shape[1]).sum(0)
+        return _wide_product(g[:, :3].flatten(1).t(), x).view(3, -1, x.shape[1]).sum(0)  # h + m + l of g, each times x
     return _wide_product(g[:, 0].t(), x) if numerics.wide else g[:, 0].t() @ x.to(numerics.rank)
 
 
 def b_gradient(dy: Tensor, values: Tensor, numerics: Numerics) -> Tensor:
     """Return dy^T values (O, r) in `rank`, or in fp32 if `wide`."""
     if numerics.split:
+        # dy times h, m and l
         return _wide_product(dy.t(), values[:, :3].flatten(1)).view(-1, 3, values.shape[2]).sum(1)
     return _wide_product(dy.t(), values[:, 0]) if numerics.wide else dy.t().to(numerics.rank) @ values[:, 0]
 
@@ -248,3 +261,246 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 def as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(dtype)
+
+
+Layout = tuple[tuple[tuple[tuple[float, float], ...], Callable[[Tensor], Tensor] | None], ...]
+
+
+class Masks(NamedTuple):
+    """The masks of the adapters of layers that read one x: its dropout, or none."""
+
+    seed: Tensor | None  # (1,), None without dropout
+    stream: int = 0  # number of the first of the adapters that share the seed
+
+    @classmethod
+    def of(cls, x: Tensor, projections: Iterable[Projection]) -> "Masks":
+        """Draw a seed if an adapter has a dropout."""
+        drops = any(threshold_of(adapter.dropout) for p in projections for adapter in p.adapters)
+        return cls(draw_seed(x) if drops else None)
+
+    def after(self, stack: "Stack") -> "Masks":
+        """Return those of the adapters that follow."""
+        return Masks(self.seed, self.stream + len(stack.adapters))
+
+
+class Stack(NamedTuple):
+    """Projections that read one x, with adapters in the dtype of their products, and all their A in one matrix."""
+
+    projections: tuple[Projection, ...]
+    a: Tensor | None  # (R, K), None without adapters
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        return adapters_of(self.projections)
+
+    @property
+    def ranks(self) -> list[int]:
+        return [adapter.b.shape[1] for adapter in self.adapters]
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The weights, the A and each B: what `restored` takes."""
+        return *(p.weight for p in self.projections), self.a, *(adapter.b for adapter in self.adapters)
+
+
+def with_biases(stack: Stack, biases: Sequence[Tensor | None]) -> Stack:
+    """Return a stack that `restored` has rebuilt, with the biases of its projections."""
+    projections = tuple(replace(p, bias=b) for p, b in zip(stack.projections, biases, strict=True))
+    return stack._replace(projections=projections)
+
+
+def stacked(groups: Sequence[Sequence[Projection]], numerics: Numerics) -> list[Stack]:
+    """Return each group with its adapters cast and its A stacked, all by one launch."""
+    sources: list[Tensor] = []
+    copies: list[Tensor] = []
+
+    def copied(tensors: Sequence[Tensor]) -> Tensor:
+        first, rows = tensors[0], sum(len(t) for t in tensors)
+        # as the backward needs it: no copy
+        if len(tensors) == 1 and first.dtype == numerics.rank and first.is_contiguous():
+            return first
+        copy = first.new_empty(rows, first.shape[1], dtype=numerics.rank)
+        sources.extend(tensors)
+        copies.extend(copy.split([len(t) for t in tensors]))
+        return copy
+
+    stacks = []
+    for projections in groups:
+        adapters = adapters_of(projections)
+        a = copied([adapter.a for adapter in adapters]) if adapters else None
+        stacks.append(_with_adapters(projections, a, [copied([adapter.b]) for adapter in adapters]))
+    if sources:
+        torch._foreach_copy_(copies, sources)  # one launch for all adapters of the layers
+    return stacks
+
+
+def _with_adapters(projections: Sequence[Projection], a: Tensor | None, bs: Sequence[Tensor]) -> Stack:
+    parts = iter(() if a is None else a.split([b.shape[1] for b in bs]))
+    remaining = iter(bs)
+    return Stack(
+        tuple(
+            replace(p, adapters=tuple(x._replace(a=next(parts), b=next(remaining)) for x in p.adapters))
+            for p in projections
+        ),
+        a,
+    )
+
+
+def layout_of(stack: Stack) -> Layout:
+    """Return what `restored` needs besides the tensors."""
+    return tuple((tuple(adapter[2:] for adapter in p.adapters), p.unpack) for p in stack.projections)
+
+
+def restored(layout: Layout, tensors: Sequence[Any]) -> tuple[Stack, Sequence[Any]]:
+    """Rebuild a stack, without biases, from the results of `layout_of` and `Stack.tensors`.
+
+    Returns:
+        (stack, the tensors behind its own).
+    """
+    weights, (a, *bs) = tensors[: len(layout)], tensors[len(layout) :]
+    count = sum(len(adapters) for adapters, _ in layout)
+    projections = [
+        Projection(w, None, tuple(Adapter(w, w, *numbers) for numbers in adapters), unpack)
+        for w, (adapters, unpack) in zip(weights, layout, strict=True)
+    ]
+    return _with_adapters(projections, a, bs[:count]), bs[count:]
+
+
+def adapters_of(projections: Iterable[Projection]) -> list[Adapter]:
+    return [adapter for p in projections for adapter in p.adapters]
+
+
+def _runs(stack: Stack, masks: Masks, slots: int) -> tuple[Run, ...]:
+    kinds = tuple((adapter.b.shape[1], threshold_of(adapter.dropout), adapter.factor) for adapter in stack.adapters)
+    return runs_of(kinds, masks.stream, slots)
+
+
+def _adapter_columns(stack: Stack) -> Iterator[tuple[Adapter, slice]]:
+    """Yield each adapter with its columns of R."""
+    start = 0
+    for adapter, rank in zip(stack.adapters, stack.ranks, strict=True):
+        yield adapter, slice(start, start + rank)
+        start += rank
+
+
+def _each(stack: Stack, masks: Masks, shape: torch.Size) -> Iterator[tuple[Adapter, slice, Tensor]]:
+    """Yield each adapter with its columns of R and its mask (N, K)."""
+    assert masks.seed is not None
+    for i, (adapter, columns) in enumerate(_adapter_columns(stack)):
+        yield adapter, columns, kept(masks.seed, masks.stream + i, shape, threshold_of(adapter.dropout))
+
+
+def _multiply_kept(x: Tensor, stack: Stack, values: Tensor, masks: Masks, numerics: Numerics) -> None:
+    """Compute values_j = s_j (m_j * x) A_j^T."""
+    if not use_triton(x):
+        for adapter, columns, mask in _each(stack, masks, x.shape):
+            multiply(x.where(mask, 0), adapter.a.t(), values[..., columns], adapter.factor, numerics)
+        return
+    assert masks.seed is not None and stack.a is not None
+    if not numerics.split:
+        values_of_kept(x, stack.a, masks.seed, _runs(stack, masks, 1), 1, values)
+        return
+    products = x.new_empty(x.shape[0], 3, values.shape[2], dtype=torch.float32)
+    values_of_kept(x, split_rows(stack.a, "hml"), masks.seed, _runs(stack, masks, 3), 3, products)
+    split(products, "hmlh", values)
+
+
+def _add_kept(
+    dx: Tensor | None, g: Tensor, stack: Stack, x: Tensor | None, masks: Masks, numerics: Numerics
+) -> Tensor | None:
+    """Add sum_j m_j * (g_j A_j) to dx, and return dA (R, K) in at least `rank`; each only with dx and x."""
+    some = x if dx is None else dx
+    assert some is not None and masks.seed is not None and stack.a is not None
+    if not use_triton(some):
+        return _add_kept_plainly(dx, g, stack, x, masks, numerics)
+    slots = g.shape[1]
+    a = split_rows(stack.a, "hhhm") if numerics.split else stack.a  # g is "hmlh"
+    parts = add_gradients(g, a, masks.seed, _runs(stack, masks, slots), slots, x, dx)
+    if parts is None:
+        return None
+    return parts.view(len(parts), slots, *stack.a.shape)[:, :3].sum((0, 1))  # h + m + l, where split
+
+
+def _add_kept_plainly(
+    dx: Tensor | None, g: Tensor, stack: Stack, x: Tensor | None, masks: Masks, numerics: Numerics
+) -> Tensor | None:
+    some = x if dx is None else dx
+    assert some is not None
+    das = []
+    for adapter, columns, mask in _each(stack, masks, some.shape):
+        if dx is not None:
+            term = torch.zeros_like(dx)
+            add(term, g[..., columns], adapter.a, numerics)
+            dx += term.where(mask, 0)  # the adapter's own mask
+        if x is not None:
+            das.append(a_gradient(g[..., columns], x.where(mask, 0), numerics))
+    return torch.cat(das) if das else None
+
+
+def project(x: Tensor, stack: Stack, masks: Masks, numerics: Numerics) -> tuple[list[Tensor], Tensor | None]:
+    """Return (y of each projection, s x A^T of all adapters for the backward). x: (N, K) in `compute`."""
+    values = None if stack.a is None else _values(x, stack, masks, numerics)
+    outputs, columns = [], _adapter_columns(stack)
+    for p in stack.projections:
+        y = F.linear(x, p.dense(numerics.compute), None if p.bias is None else p.bias.to(numerics.compute))
+        for _ in p.adapters:
+            adapter, place = next(columns)
+            assert values is not None
+            add(y, values[..., place], adapter.b.t(), numerics)
+        outputs.append(y)
+    return outputs, values
+
+
+def _values(x: Tensor, stack: Stack, masks: Masks, numerics: Numerics) -> Tensor:
+    assert stack.a is not None
+    values, factors = new_values(x, len(stack.a), numerics), {adapter.factor for adapter in stack.adapters}
+    if masks.seed is not None:
+        _multiply_kept(x, stack, values, masks, numerics)
+    elif len(factors) == 1:
+        multiply(x, stack.a.t(), values, factors.pop(), numerics)
+    else:
+        for adapter, columns in _adapter_columns(stack):
+            multiply(x, adapter.a.t(), values[..., columns], adapter.factor, numerics)
+    return values
+
+
+def rank_gradients(
+    dys: Sequence[Tensor], values: Tensor | None, stack: Stack, needs_b: Sequence[bool], needs_g: bool,
+    numerics: Numerics,
+) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
+    """Return (g of all adapters, dB of each). dys: (N, O) each; values: as `project` returned them."""
+    if values is None:
+        return None, []
+    g = new_values(values, values.shape[-1], numerics) if needs_g else None
+    gradients: list[Tensor | None] = []
+    dy_of_each = [dy for dy, p in zip(dys, stack.projections, strict=True) for _ in p.adapters]
+    for dy, (adapter, columns), needed in zip(dy_of_each, _adapter_columns(stack), needs_b, strict=True):
+        if g is not None:
+            multiply(dy, adapter.b, g[..., columns], adapter.factor, numerics)
+        gradients.append(b_gradient(dy, values[..., columns], numerics) if needed else None)
+    return g, gradients
+
+
+def input_gradient(dys: Sequence[Tensor], stack: Stack, numerics: Numerics) -> Tensor:
+    """Return the base layers' part of dx (N, K), the gradient of `project`'s input."""
+    first, *rest = zip(dys, stack.projections, strict=True)
+    dx = first[0] @ first[1].dense(numerics.compute)
+    for dy, p in rest:
+        # Adds in place: a sum of separate tensors would read and write dx twice more.
+        dx.addmm_(dy, p.dense(numerics.compute))
+    return dx
+
+
+def a_gradients(
+    g: Tensor | None, x: Tensor | None, dx: Tensor | None, stack: Stack, masks: Masks, numerics: Numerics
+) -> tuple[Tensor, ...]:
+    """Add the adapters' part to dx, unless it is None, and return dA of each adapter, unless x is None."""
+    if g is None or stack.a is None or (x is None and dx is None):
+        return ()
+    if masks.seed is not None:
+        das = _add_kept(dx, g, stack, x, masks, numerics)
+    else:
+        if dx is not None:
+            add(dx, g, stack.a, numerics)
+        das = None if x is None else a_gradient(g, x, numerics)
+    return () if das is None else das.split(stack.ranks)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ._autograd import check_dtypes, vector
 from ._triton import Launch, remembered, tl, triton
+from ._tuning import SHAPES
 
-SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 128, 32, 8  # the tile of the kernel that adds the programs' shares
+SUM_ROWS, SUM_COLUMNS, SUM_WARPS = SHAPES.NORM_SUM  # the tile of the kernel that adds the programs' shares
 MOST_COLUMNS = 2**20  # numbers in a block of Triton's, which holds a whole row
 CPU_MULTIPROCESSORS = 4  # as many as the interpreter pretends to have
 
@@ -28,6 +29,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def programs_for(tiles: int, limit: int) -> int:
     """Return the fewest programs, at most `limit`, that finish as soon as `limit` programs would."""
+    # as many rounds as `limit` programs take, with none idle in the last
     return max(1, -(-tiles // max(1, -(-tiles // limit))))
 
 
@@ -57,39 +59,38 @@ def check_columns(x: Tensor, weight: Tensor | None, name: str = "weight") -> Non
 def forward_config(H: int) -> tuple[int, int, int]:
     """Return (BLOCK_H, ROWS, warps) of a forward's tile."""
     block = triton.next_power_of_2(H)
-    return block, max(1, 4096 // block), min(32, max(8, block // 512))
+    return block, max(1, SHAPES.NORM_FORWARD // block), min(32, max(8, block // SHAPES.NORM_COLUMNS_A_WARP))
 
 
 @functools.cache
 def backward_config(H: int, itemsize: int) -> tuple[int, int, int, int, int]:
     """Return (BLOCK_H, ROWS, warps, programs per multiprocessor, stages of prefetch) of a backward."""
     block = triton.next_power_of_2(H)
-    if block <= 8192:
-        return block, 8192 // block, 8, 1, 3 if itemsize == 2 else 2  # prefetched tiles take shared memory
-    return block, 1, 32, 1, 1
+    if block <= SHAPES.NORM_BACKWARD:
+        rows = SHAPES.NORM_BACKWARD // block
+        return block, rows, SHAPES.NORM_BACKWARD_WARPS, 1, 3 if itemsize == 2 else 2  # tiles take shared memory
+    return block, 1, 32, 1, 1  # a row fills the registers of a multiprocessor: nothing is prefetched
 
 
 @triton.jit
 def tile_mask(rows, cols, N, H, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, EXACT: tl.constexpr):
     """Return which entries of a tile exist. EXACT: all of them, known at compile time, so no load needs a mask."""
     if EXACT:
-        mask = tl.full((ROWS, BLOCK_H), 1, tl.int1)
+        mask = tl.full((ROWS, BLOCK_H), 1, tl.int1)  # known at compile time, so loads have none
     else:
         mask = (rows[:, None] < N) & (cols[None, :] < H)
     return mask
 
 
 @triton.jit
-def _sum_programs_kernel(
-    share_ptr, first_ptr, second_ptr, P, H, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr
-):  # fmt: skip
+def _sum_programs_kernel(share_ptr, first_ptr, second_ptr, P, H, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr):
     cols = tl.program_id(0) * SUM_COLUMNS + tl.arange(0, SUM_COLUMNS)
     share_ptr += tl.program_id(1).to(tl.int64) * P * H
     total = tl.zeros((SUM_ROWS, SUM_COLUMNS), tl.float32)
     for start in range(0, P, SUM_ROWS):
         rows = start + tl.arange(0, SUM_ROWS)
         mask = (rows[:, None] < P) & (cols[None, :] < H)
-        total += tl.load(share_ptr + rows[:, None] * H + cols[None, :], mask=mask, other=0.0)
+        total += tl.load(share_ptr + rows[:, None] * H + cols[None, :], mask=mask, other=0.0)  # always in one order
     total = tl.sum(total, 0)
     if tl.program_id(1) == 0:
         tl.store(first_ptr + cols, total, mask=cols < H)

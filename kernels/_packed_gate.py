@@ -22,9 +22,10 @@ from torch import Tensor
 
 from ._gated import _activate, activation_reference
 from ._triton import Launch, remembered, tl, triton
+from ._tuning import SHAPES
 
 LAYOUTS = ("gate first", "up first", "interleaved")  # of a packed tensor; interleaved: gate in the even columns
-BLOCK = 1024  # columns at a time
+BLOCK = SHAPES.PACKED_GATE
 
 
 class Gate(NamedTuple):
@@ -104,7 +105,7 @@ def _backward_kernel(
     STEP: tl.constexpr, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    factor = 1.0
+    factor = 1.0  # the row's weight in the sum over its token's experts
     if w_ptr is not None:
         factor = tl.load(w_ptr + row).to(tl.float32)
     dot = tl.zeros((BLOCK,), tl.float32)
@@ -116,10 +117,10 @@ def _backward_kernel(
         gate = tl.load(gate_ptr + at_gate, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(up_ptr + at_up, mask=mask, other=0.0).to(tl.float32)
         value, slope, shifted = _gate_and_up(gate, up, limit, alpha, shift, ACTIVATION, LIMITED)
-        dot += dh * value * shifted
+        dot += dh * value * shifted  # the gradient of that weight is dh . h
         dgate, dup = dh * factor * shifted * slope, dh * factor * value
         if LIMITED:
-            dgate = tl.where(gate > limit, 0.0, dgate)
+            dgate = tl.where(gate > limit, 0.0, dgate)  # a clamped number has no slope
             dup = tl.where((up > limit) | (up < -limit), 0.0, dup)
         if dgate_ptr is not None:
             tl.store(dgate_ptr + at_gate, dgate, mask=mask)
@@ -133,7 +134,7 @@ def _backward_kernel(
 
 def _numbers(gate: Tensor, up: Tensor | None, form: Gate) -> tuple[int, tuple[float, ...], int]:
     """Return (columns, strides and places of gate and up with the gate's own numbers, step between columns)."""
-    own = (form.limit or 0.0, form.alpha, form.shift)
+    own = (form.limit or 0.0, form.alpha, form.shift)  # without a limit 0 is passed, and not read: LIMITED is False
     if up is not None:
         return gate.shape[-1], (gate.shape[-1], up.shape[-1], 0, 0, *own), 1
     width = gate.shape[-1]
@@ -179,7 +180,7 @@ def backward(
     columns, numbers, step = _numbers(gate, up, form)
     dw = gate.new_empty(0 if weights is None else len(gate), dtype=torch.float32)
     if gate.numel():
-        up, dup = (gate, dgate) if up is None else (up, dup)
+        up, dup = (gate, dgate) if up is None else (up, dup)  # packed: both halves lie in one tensor, at other places
         launch = _launch(_backward_kernel, len(gate), columns, (dh.stride(0), *numbers), step, form, BLOCK)
         launch(dh, gate, up, weights, dgate, dup, h, None if weights is None else dw)
     return dw

@@ -1,10 +1,21 @@
 """Row kernels of linear_sparse_divergence.py: they turn a chunk of logits into per-token values and their gradient.
 
 A row's K entries that the teacher named are taken out first: their logits go to registers, and -inf takes their places.
-So one pass over the row sees only the rest of the vocabulary, and the rest's mass is a sum of its own. (1 minus the
+So one pass over the row sees only the rest of the vocabulary, and the rest's mass is a separate sum. (1 minus the
 others would lose every digit where a student is sure.) A second pass writes the rest's gradient over the logits, and
-the K entries are filled in last. The Triton kernel and its torch twin take the same arguments; the adaptive KL is the
-twin's on any device, in blocks of rows. Formulas: linear_sparse_divergence.py, _coarse_divergences.py.
+the K entries are filled in last. The Triton kernel and its torch twin take the same arguments.
+Formulas: linear_sparse_divergence.py.
+
+For kinds other than the forward KL, a row's K entries and the rest are the K + 1 outcomes of two distributions:
+
+    kind             value                                  r = d value / d q, up to a constant
+    reverse_kl       -sum q d                               -d
+    jsd              b sum p log p/m + (1 - b) sum q log q/m    (1 - b) log q/m       m = (1 - b) q + b p
+    skew_kl          sum p log p/m                          -(1 - a) (p/m - 1)        m = a p + (1 - a) q
+    skew_reverse_kl  sum q log q/m                          log q/m - a (q/m - 1)     m = a q + (1 - a) p
+    tvd              sum |p - q| / 2                        sign(q - p) / 2
+
+with d = log p/q. Ratios come from d by expm1 and log1p, so they are exactly 0 where q and p are equal.
 """
 
 from collections.abc import Mapping
@@ -13,21 +24,36 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ._coarse_divergences import coarse_divergences, coarse_pieces, weighted
-from ._divergence_options import BITS
-from ._logits import LogitTransform, check_scalars, entropy_of, load_label_logit, load_logits, transform
+from ._divergence_kernels import COUNT, outcome_of, probabilities
+from ._divergence_torch import Outcomes, inf_if_ruled_out
+from ._divergence_torch import outcome_of as outcome_of_torch
+from ._logits import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    LogitTransform,
+    check_scalars,
+    entropy_of,
+    load_label_logit,
+    load_logits,
+    transform,
+    transformed,
+)
 from ._triton import kept_launch, tl, triton, use_triton
-from .divergence_kinds import ROW_KINDS
+from ._tuning import SHAPES
+from .divergence_kinds import BITS, ROW_KINDS
 
-BLOCK, WARPS = 8192, 32  # so many warps that a multiprocessor holds one row, which L2 keeps for the second pass
+BLOCK, WARPS = (
+    SHAPES.SPARSE_ROWS
+)  # so many warps that a multiprocessor holds one row, which L2 keeps for the second pass
 FIELDS = (
     "loss", "divergence", "log_prob", "entropy", "is_top1", "teacher_mass", "agrees",
     *(f"{kind} of the loss" for kind in ROW_KINDS),
 )  # fmt: skip
 TERMS = len(FIELDS) - len(ROW_KINDS)  # the divergences start here; those not asked for stay unwritten
 TAILS = ("bucket", "none")
-LEAST_REST = 2.0**-24  # what fp32 log-probabilities tell of the rest's mass; below it, reverse KLs would be infinite
 BLOCK_LOGITS = 2**24  # of the twin on a GPU: 64 MiB in fp32, and again as much for each step on them
+LEAST_REST = 2.0**-24  # what fp32 log-probabilities tell of the rest's mass; below it, reverse KLs would be infinite
 
 
 @dataclass(frozen=True)
@@ -62,7 +88,7 @@ class SparseOptions:
 
     @property
     def kinds(self) -> int:
-        """Return the kernel's KINDS: bits of the divergences beside the forward KL, whose bit says that there are."""
+        """Return the kernel's KINDS: bits of the divergences besides the forward KL, whose bit says that there are."""
         return (
             0 if self.plain else BITS["forward_kl"] | sum(BITS[kind] for kind in self.weights if kind != "forward_kl")
         )
@@ -89,22 +115,46 @@ class SparseTargets:
 
 
 @triton.jit
+def _weighted(weight, value):
+    """Return weight * value; 0 for a kind that is only measured, whose value may be infinite."""
+    return tl.where(weight != 0.0, weight * value, 0.0)
+
+
+@triton.jit
+def _outcomes(log_q, log_p, here, weights, beta, alpha, KINDS: tl.constexpr):
+    """Return (what outcomes add to each kind in KINDS, in nats; minus their part of the weighted gradient in log q).
+
+    log_q, log_p: in base 2, a block of outcomes or one. here: which there are. The forward KL is not computed here.
+    """
+    q, p, d, e = probabilities(log_q, log_p)
+    q = tl.where(here, q, 0.0)
+    p = tl.where(here, p, 0.0)
+    d = tl.where(here, d, 0.0)
+    zero = tl.where(here, 0.0, 0.0 * q)
+    values = (zero,)
+    down = zero
+    for i in tl.static_range(1, COUNT):
+        value = zero
+        if (1 << i) & KINDS:
+            value, gradient = outcome_of(weights[i], q, p, d, e, beta, alpha, 1 << i)
+            down -= gradient
+        values = values + (value,)
+    return values, down
+
+
+@triton.jit
 def _load_rest(
     raw_ptr, bias_ptr, cols, V, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVICT: tl.constexpr
 ):
     """Like `load_logits` for the entries that were not taken out; also return which these are."""
     z = tl.load(raw_ptr + cols, mask=cols < V, other=float("-inf"), eviction_policy=EVICT).to(tl.float32)
+    # A logit that is -inf by itself counts as taken, too: it has no mass.
     rest = z != float("-inf")
     z = tl.where(rest, z, 0.0)
     if HAS_BIAS:
         z += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
-    z = z * scale
-    slope = tl.zeros_like(z) + scale
-    if HAS_SOFTCAP:
-        tanh = 2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0
-        z = softcap * tanh
-        slope = (1.0 - tanh * tanh) * scale
-    return tl.where(rest & (z != float("-inf")), z, -1e30), slope, rest
+    x, slope = transformed(z, scale, softcap, HAS_SOFTCAP, False)
+    return tl.where(rest & (x != float("-inf")), x, -1e30), slope, rest
 
 
 @triton.jit
@@ -125,7 +175,7 @@ def _rest_statistics(
         x, _, rest = _load_rest(
             logits_ptr, bias_ptr, start + lanes, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_last"
         )
-        x = x * 1.4426950408889634
+        x = x * LOG2E
         higher = tl.maximum(top, x)
         keep = tl.exp2(top - higher)
         e = tl.exp2(x - higher)
@@ -148,7 +198,7 @@ def _rest_statistics(
 def _sparse_kernel(
     logits_ptr, grad_ptr, bias_ptr, ids_ptr, log_probs_ptr, labels_ptr, token_weight_ptr, top_ids_ptr, out_ptr,
     stride_row, stride_grad, stride_out, V, K, scale, softcap, temperature, divergence_scale, ce_weight,
-    w_forward, w_reverse, w_jsd, w_skew, w_skew_reverse, w_tvd, beta, alpha,
+    weights, beta, alpha,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_TOP_IDS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_CE: tl.constexpr, HAS_BUCKET: tl.constexpr,
     KINDS: tl.constexpr, WRITE_GRAD: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
@@ -162,22 +212,22 @@ def _sparse_kernel(
     entries = tl.arange(0, K_BLOCK)
     ids = tl.load(ids_ptr + row * K + entries, mask=entries < K, other=-1).to(tl.int64)
     log_p = tl.load(log_probs_ptr + row * K + entries, mask=entries < K, other=float("-inf")).to(tl.float32)
-    present = (ids >= 0) & (log_p != float("-inf"))
-    inside = present & (ids < V)
+    present = (ids >= 0) & (log_p != float("-inf"))  # others are padding
+    inside = present & (ids < V)  # what is present, but beyond the vocabulary, becomes NaN below
     log_p = tl.where(present, log_p, 0.0)
     p = tl.where(present, tl.exp(log_p), 0.0)
     x_k, slope_k = load_logits(logits_ptr, bias_ptr, ids, inside, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "")
-    x_k = tl.where(present & (ids >= V), float("nan"), x_k) * 1.4426950408889634  # powers of two from here on
+    x_k = tl.where(present & (ids >= V), float("nan"), x_k) * LOG2E  # powers of two from here on
     if HAS_LABELS:
         label = tl.load(labels_ptr + row)
-        x_label = load_label_logit(logits_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        x_label = x_label * 1.4426950408889634
+        x_label = load_label_logit(logits_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP, False)
+        x_label = x_label * LOG2E
     if HAS_TOP_IDS:
         top_id = tl.load(top_ids_ptr + row).to(tl.int64)
-        x_top_id = load_label_logit(logits_ptr, bias_ptr, top_id, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        x_top_id = x_top_id * 1.4426950408889634
+        x_top_id = load_label_logit(logits_ptr, bias_ptr, top_id, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP, False)
+        x_top_id = x_top_id * LOG2E
     tl.debug_barrier()  # all threads must read before any writes
-    taken = tl.full((K_BLOCK,), float("-inf"), tl.float32)
+    taken = tl.full((K_BLOCK,), float("-inf"), tl.float32)  # a mark, which `_load_rest` recognises
     tl.store(logits_ptr + ids, taken.to(logits_ptr.dtype.element_ty), mask=inside)
     tl.debug_barrier()
 
@@ -197,11 +247,11 @@ def _sparse_kernel(
         e_k_T = tl.where(present, tl.exp2((x_k - top) * inv_t), 0.0)
         total_T = total_rest_T * tl.exp2((top_rest - top) * inv_t) + tl.sum(e_k_T, 0)
 
-    # The divergence. Without a rest, 1 - sum p is rounding alone, and log_rest_q may be any finite number.
-    mass = tl.sum(p, 0)
+    # The divergence. Without a rest, 1 - sum p is only rounding, and log_rest_q may be any finite number.
+    mass = tl.sum(p, 0)  # P; rounding in a cache may bring it above 1
     total_rest_T = tl.where(count > 0, total_rest_T, 1.0)
-    log_rest_q = ((top_rest - top) * inv_t + tl.log2(total_rest_T / total_T)) * 0.6931471805599453
-    log_q_k = ((x_k - top) * inv_t - tl.log2(total_T)) * 0.6931471805599453
+    log_rest_q = ((top_rest - top) * inv_t + tl.log2(total_rest_T / total_T)) * LN2
+    log_q_k = ((x_k - top) * inv_t - tl.log2(total_T)) * LN2
     divergence = tl.sum(tl.where(p > 0, p * (log_p - log_q_k), 0.0), 0)  # 0 * an infinite one would be NaN
     rest_p = 0.0
     if HAS_BUCKET:
@@ -210,31 +260,29 @@ def _sparse_kernel(
     down_k, down_rest, down = p, rest_p, mass + rest_p  # minus the gradient in log q, and its sum
     if KINDS:
         # Each outcome adds to each kind; the rest is one, of which fp32 tells 2^-24 at least.
-        weights = (w_reverse, w_jsd, w_skew, w_skew_reverse, w_tvd)
         log_p_rest = tl.log2(tl.maximum(1.0 - mass, 5.9604644775390625e-08))
-        of_k = coarse_pieces(
-            log_q_k * 1.4426950408889634, log_p * 1.4426950408889634, present, weights, beta, alpha, KINDS
-        )
-        of_rest = coarse_pieces(log_rest_q * 1.4426950408889634, log_p_rest, count > 0, weights, beta, alpha, KINDS)
+        of_k, more_k = _outcomes(log_q_k * LOG2E, log_p * LOG2E, present, weights, beta, alpha, KINDS)
+        of_rest, more_rest = _outcomes(log_rest_q * LOG2E, log_p_rest, count > 0, weights, beta, alpha, KINDS)
         unsound = divergence != divergence  # ids twice or beyond the vocabulary: minima and maxima hide NaN
         forward = divergence
         tl.store(out_ptr + 7 * stride_out + row, forward * divergence_scale)
-        divergence = weighted(w_forward, forward)
-        for i in tl.static_range(5):
+        divergence = _weighted(weights[0], forward)
+        for i in tl.static_range(1, COUNT):
             value = tl.sum(of_k[i], 0) + of_rest[i]
+            # below any real divergence; a logit of -1e30 gives more
             value = tl.where(value > 1e20, float("inf"), value)
             value = tl.where(unsound, float("nan"), value)
-            tl.store(out_ptr + (8 + i) * stride_out + row, value * divergence_scale)
-            divergence += weighted(weights[i], value)
+            tl.store(out_ptr + (7 + i) * stride_out + row, value * divergence_scale)
+            divergence += _weighted(weights[i], value)
         divergence = tl.where(unsound, float("nan"), divergence)
-        down_k = w_forward * p + of_k[5]
-        down_rest = w_forward * rest_p + of_rest[5]
+        down_k = weights[0] * p + more_k
+        down_rest = weights[0] * rest_p + more_rest
         down = tl.where(unsound, float("nan"), tl.sum(down_k, 0) + down_rest)
     divergence = divergence * divergence_scale
     loss = divergence
     log_prob, is_top1 = 0.0, 0.0
     if HAS_LABELS:
-        log_prob, is_top1 = (x_label - lse) * 0.6931471805599453, (x_label >= top).to(tl.float32)
+        log_prob, is_top1 = (x_label - lse) * LN2, (x_label >= top).to(tl.float32)
     if HAS_CE:
         loss -= ce_weight * log_prob
     token_weight = 1.0
@@ -243,7 +291,7 @@ def _sparse_kernel(
     tl.store(out_ptr + row, loss * token_weight)
     tl.store(out_ptr + stride_out + row, divergence)
     tl.store(out_ptr + 2 * stride_out + row, log_prob)
-    tl.store(out_ptr + 3 * stride_out + row, entropy * 0.6931471805599453)
+    tl.store(out_ptr + 3 * stride_out + row, entropy * LN2)
     tl.store(out_ptr + 4 * stride_out + row, is_top1)
     tl.store(out_ptr + 5 * stride_out + row, mass)
     agrees = 0.0
@@ -253,7 +301,7 @@ def _sparse_kernel(
 
     if WRITE_GRAD:
         coefficient = divergence_scale * inv_t
-        rest_q = tl.exp(log_rest_q)
+        rest_q = tl.exp(log_rest_q)  # Q of the rest as a whole
         rest_weight = coefficient * (down * rest_q - down_rest)
         if HAS_CE and not HAS_TEMPERATURE:  # one softmax for both losses
             rest_weight += ce_weight * rest_q
@@ -264,7 +312,7 @@ def _sparse_kernel(
             x, slope, _ = _load_rest(
                 logits_ptr, bias_ptr, cols, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_first"
             )
-            x = x * 1.4426950408889634
+            x = x * LOG2E
             grad = rest_weight * tl.exp2(x * inv_t - lse_rest_T)
             if HAS_CE:
                 if HAS_TEMPERATURE:
@@ -273,6 +321,7 @@ def _sparse_kernel(
             grad = (grad * slope * token_weight).to(grad_ptr.dtype.element_ty)
             tl.store(grad_ptr + cols, grad, mask=cols < V, eviction_policy="evict_first")
         tl.debug_barrier()  # the pass also wrote over the taken entries
+        # q times the sum of the gradients in log q, minus the gradient of each
         grad_k = coefficient * (down * e_k_T / total_T - down_k)
         if HAS_CE:
             grad_k += ce_weight * (e_k / total - tl.where(ids == label, 1.0, 0.0))
@@ -284,14 +333,14 @@ def sparse_rows(
     logits: Tensor, bias: Tensor | None, targets: SparseTargets, out: Tensor, grad: Tensor | None, o: SparseOptions
 ) -> None:
     """Fill out (len(FIELDS), n), and grad (n, V) unless it is None. grad may be logits itself. Overwrite logits."""
-    if not use_triton(logits) or "adaptive_kl" in o.weights:
+    if not use_triton(logits):
         return _in_blocks(logits, bias, targets, out, grad, o)
     K, block = targets.ids.shape[1], min(BLOCK, triton.next_power_of_2(logits.shape[1]))
     launched = kept_launch(
         _sparse_kernel, (logits.shape[0],),
         logits.stride(0), logits.stride(0) if grad is None else grad.stride(0), out.stride(0), logits.shape[1], K,
         float(o.transform.scale), float(o.transform.softcap or 1.0), float(o.temperature), float(o.divergence_scale),
-        float(o.ce_weight), *(float(o.weights.get(kind, 0.0)) for kind in ROW_KINDS if kind != "adaptive_kl"),
+        float(o.ce_weight), tuple(float(o.weights.get(kind, 0.0)) for kind in ROW_KINDS),
         float(o.beta), float(o.alpha),
         HAS_BIAS=bias is not None, HAS_SOFTCAP=o.transform.softcap is not None, HAS_LABELS=targets.labels is not None,
         HAS_TOKEN_WEIGHT=targets.token_weight is not None, HAS_TOP_IDS=targets.top_ids is not None,
@@ -337,7 +386,7 @@ def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out
     all_p = mass + rest_p
     d_entries, d_rest = all_p[:, None] * log_q_k.exp() - p, all_p * log_rest_q.exp() - rest_p
     if not o.plain:
-        divergence, d_entries, d_rest = _coarse(log_q_k, log_rest_q, log_p, mass, present, ~taken.all(-1), out, o)
+        divergence, d_entries, d_rest = _of_outcomes(log_q_k, log_rest_q, log_p, mass, present, ~taken.all(-1), out, o)
     out[0] = out[1] = divergence * o.divergence_scale
     out[2] = out[4] = out[6] = 0
     out[3], out[5] = entropy_of(log_q), mass
@@ -361,7 +410,7 @@ def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out
     grad.copy_(dx.mul_(slope).mul_(factor[:, None]))
 
 
-def _coarse(
+def _of_outcomes(
     log_q_k: Tensor, log_rest_q: Tensor, log_p: Tensor, mass: Tensor, present: Tensor, has_rest: Tensor, out: Tensor,
     o: SparseOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -370,11 +419,15 @@ def _coarse(
     log_rest_p = (1 - mass).clamp(min=LEAST_REST).log()
     log_q, log_p = (torch.cat([a, b[:, None]], -1) for a, b in ((log_q_k, log_rest_q), (log_p, log_rest_p)))
     here = torch.cat([present, has_rest[:, None]], -1)
-    values, gradient = coarse_divergences(log_q, log_p, here, o.weights, o.beta, o.alpha)
-    divergence = torch.zeros_like(mass)
-    for kind, value in values.items():
+    floor_q, floor_p = (x.clamp(min=LOWEST).where(here, 0) for x in (log_q, log_p))
+    outcomes = Outcomes(floor_q.exp().where(here, 0), floor_p.exp().where(here, 0), floor_p - floor_q)
+    divergence, gradient = torch.zeros_like(mass), torch.zeros_like(log_q)
+    for kind, weight in o.weights.items():
+        value, each = outcome_of_torch(kind, outcomes, o.beta, o.alpha)
+        value = inf_if_ruled_out(value)
         out[TERMS + ROW_KINDS.index(kind)] = value * o.divergence_scale
-        if o.weights[kind]:
-            divergence += o.weights[kind] * value
+        if weight:  # 0 * an infinite divergence would be NaN
+            gradient += weight * each
+            divergence += weight * value
     in_logits = gradient - log_q.exp().where(here, 0) * gradient.sum(-1, keepdim=True)
     return divergence, in_logits[:, :-1], in_logits[:, -1]

@@ -50,8 +50,10 @@ def use_triton(x: Tensor) -> bool:
     Raises:
         LaunchError: Triton does not work on x's GPU, and LIGER_TRAINER_STRICT is 1.
     """
+    # An accelerator of any maker: Triton has backends for several, and `works_on` tries.
     if not x.is_cpu:
         return INSTALLED and x.dtype != torch.float64 and works_on(x.device)
+    # A measurement of memory: pretend that kernels run, so that ops take the memory that they take on a GPU.
     if _without_launches:
         return True
     return INSTALLED and INTERPRETED and x.element_size() in (2, 4) and x.dtype != torch.bfloat16
@@ -79,18 +81,18 @@ def works_on(device: torch.device) -> bool:
     try:
         with torch.get_device_module(device).device(device):
             _probe_kernel[(1,)](x, BLOCK=16)
-        if x.sum().item() == 16:
+        if x.sum().item() == 16:  # each of 16 zeros became 1
             return True
         reason = f"a kernel that adds 1 to 0 returned {x.tolist()}"
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # says nothing about Triton, and the caller handles it
         raise
     except Exception as error:  # of many kinds: a missing compiler, a driver that cannot load the kernel, ...
         reason = _in_short(error)
-    _use_torch(f"Triton does not work on {_name_of(device)} ({reason}). Every op runs in plain torch there")
+    fall_back_to_torch(f"Triton does not work on {_name_of(device)} ({reason}). Every op runs in plain torch there")
     return False
 
 
-def _use_torch(what: str, cause: Exception | None = None) -> None:
+def fall_back_to_torch(what: str, cause: Exception | None = None) -> None:
     """Warn that torch computes instead, or raise under STRICT."""
     if STRICT:
         raise LaunchError(f"{what}, but LIGER_TRAINER_STRICT is 1.") from cause
@@ -123,15 +125,16 @@ class Launch:
     can compute in torch instead. Without a twin that is a LaunchError.
     """
 
-    __slots__ = ("_compiled", "constants", "grid", "kernel", "numbers")
+    __slots__ = ("_compiled", "constants", "grid", "kernel", "numbers")  # read in each call, and quicker than a dict
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: float, **constants: Any):
+    def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: float | tuple[float, ...], **constants: Any):
         self.kernel, self.grid, self.numbers, self.constants = kernel, (*grid, 1, 1)[:3], numbers, constants
         self._compiled: dict[tuple, tuple] = {}
 
     def __call__(self, *tensors: Tensor | None, has_twin: bool = False) -> bool:
         first: Any = tensors[0]
         device = first.get_device()
+        # -1: a CPU. Triton launches on the current device, whatever device the pointers are of.
         if device >= 0 and device != torch.accelerator.current_device_index():
             with torch.get_device_module(first.device).device(device):
                 return self(*tensors, has_twin=has_twin)
@@ -146,32 +149,36 @@ class Launch:
             address = x.data_ptr()
             addresses.append(address)
             key.append(x.dtype)
-            bits |= address
+            bits |= address  # its low four bits are 0 if those of every address are
         compiled = self._compiled.get(tuple(key))
         if compiled is None or bits % 16 or _hooked():
             return self._by_triton(tensors, tuple(key), not bits % 16, has_twin)
+        # The three None below are metadata for launch hooks, and the hooks on entering and leaving: nobody listens,
+        # as `_hooked` said.
         run, function, metadata, stream_of, rest = compiled
         run(*self.grid, stream_of(device), function, metadata, None, None, None, *addresses, *rest)
         return True
 
     def _by_triton(self, tensors: tuple[Tensor | None, ...], key: tuple, aligned: bool, has_twin: bool) -> bool:
-        variant = (id(self.kernel), *self.constants.values())
+        variant = (id(self.kernel), *self.constants.values())  # what is compiled: one failure stands for all sizes
         first: Any = tensors[0]
         if variant in _not_compiled and has_twin:
             return False
         try:
             compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
         except Exception as error:
-            if INTERPRETED or not _is_of_compiler(error):
+            if INTERPRETED or not _is_of_compiler(error):  # a wrong argument, or a bug: not what torch should hide
                 raise
             what = f"Triton cannot compile {self.kernel.__name__} for {_name_of(first.device)} ({_in_short(error)})"
             if not has_twin:
                 raise LaunchError(f"{what}. LIGER_TRAINER_TRITON=0 runs every op in plain torch.") from error
-            _use_torch(f"{what}. Plain torch takes its place", error)
+            fall_back_to_torch(f"{what}. Plain torch takes its place", error)
             _not_compiled.add(variant)
             return False
         stream_of = _stream_of()
+        # A kernel that was compiled for unaligned addresses is right for aligned ones, but slow: wait for those.
         if stream_of is not None and aligned:
+            # The launcher takes constants too, and skips them. Options such as num_warps are no arguments.
             constants = (self.constants[name] for name in self.kernel.arg_names if name in self.constants)
             rest = (*self.numbers, *constants)
             self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, stream_of, rest
@@ -218,7 +225,7 @@ def _stream_of() -> Callable[[int], int] | None:
     launcher = getattr(driver, "launcher_cls", None)
     if launcher is None or not launcher.__module__.startswith("triton.backends.nvidia"):
         return None
-    taken = tuple(inspect.signature(launcher.__call__).parameters)[1:]
+    taken = tuple(inspect.signature(launcher.__call__).parameters)[1:]  # without self
     return driver.get_current_stream if taken in LAUNCHERS else None
 
 

@@ -5,12 +5,12 @@ exponentials, the label's logit) are combined by all-reduce, a few numbers a tok
 gradient of its own logits needs. The head is never gathered, nor is its gradient.
 
 Tokens    "replicated": all ranks have the same tokens, as in tensor parallelism. The gradient of hidden is all-reduced.
-          "sharded": each rank has tokens of its own, as under FSDP. A chunk holds tokens of all ranks: their hidden
+          "sharded": each rank has its own tokens, as under FSDP. A chunk holds tokens of all ranks: their hidden
           states are all-gathered, and the gradients of these reduce-scattered. The weight's gradient sums over the
           tokens of all ranks: it is complete.
 Method    One walk over the chunks: products, statistics, all-reduce, gradient, products. Statistics of all tokens first
           and one all-reduce for all of them would need every logit twice, a third more arithmetic; an all-reduce of
-          some 50 kB a chunk takes microseconds beside products of milliseconds. The workspace of a chunk holds
+          some 50 kB a chunk takes microseconds, next to products of milliseconds. The workspace of a chunk holds
           as many logits as without ranks, of W times as many tokens over 1 / W of the vocabulary; gathered hidden
           states and the fp32 sum of their gradient lie within its budget.
           All ranks walk over the same chunks. A rank's tokens spread evenly over them, so ranks may have different
@@ -19,81 +19,42 @@ Numerics  sums over ranks are in fp32 (fp64 for fp64 products), the gradient of 
 Source    the cross-entropy of tensor parallelism: Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ._autograd import Needs, first_order, multiply_, rescale, stats_dtype
-from ._chunking import TILE_ROWS, Execution, workspace
-from ._collectives import all_gather, reduce_scatter
-from ._fused_linear import LinearLoss, upstream_rows
-from ._head import LinearHead, Operands, TermGradients, addmm_into
-from ._labelled_rows import Rows, counts_of_ranks, labelled_weight, put, take
+from ._autograd import NeededGradients, first_order, multiply_, rescale, stats_dtype
+from ._cross_entropy_rows import (
+    CrossEntropyOptions,
+    Targets,
+    Tile,
+    finish,
+    gradient_factor,
+    new_carry,
+    tile_gradient,
+    tile_statistics,
+)
+from ._divergence_shards import divergence_shard
+from ._divergence_torch import RowInputs
+from ._linear_head import (
+    LinearHead,
+    Operands,
+    Rows,
+    TermGradients,
+    addmm_into,
+    gather_rows,
+    labelled_weight,
+    scatter_rows,
+)
+from ._linear_loss import TILE_ROWS, Execution, LinearLoss, upstream_rows, workspace
+from ._ranks import RankSums, VocabParallel, all_gather, counts_of_ranks, reduce_scatter
+from .linear_cross_entropy import LinearCrossEntropy
+from .linear_divergence import LinearPair
 
-TOKENS = ("replicated", "sharded")
 MOST_ROWS = 2**16  # tokens of a chunk: beyond, a chunk's products gain nothing
-
-
-@dataclass(frozen=True)
-class VocabParallel:
-    """How a head's rows lie on the ranks of a group: the `weight` of an op holds rows first, first + 1, ... of `vocab`.
-
-    Args:
-        group: the ranks; together they hold each row once, and call the op with the same options.
-        first: how many rows the ranks before this one hold.
-        vocab: rows of the whole head.
-        tokens: "replicated" where all ranks have the same tokens, "sharded" where each has its own.
-        average: divide the gradients of weight, bias and low-rank terms by the number of ranks, as FSDP does when it
-            reduces a gradient.
-
-    Raises:
-        ValueError: unknown `tokens`, or `average` with replicated tokens.
-    """
-
-    group: Any
-    first: int
-    vocab: int
-    tokens: str = "sharded"
-    average: bool = False
-
-    def __post_init__(self):
-        if self.tokens not in TOKENS:
-            raise ValueError(f"tokens must be one of {', '.join(TOKENS)}, got {self.tokens!r}.")
-        if self.average and self.tokens == "replicated":
-            raise ValueError("average is for sharded tokens: with replicated ones every rank has the whole gradient.")
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self.group)
-
-    @property
-    def widest(self) -> int:
-        """Return a number of columns that no rank exceeds: all ranks must choose the same chunks."""
-        return -(-self.vocab // self.size)
-
-    def columns(self, vocab: int, held: int) -> int:
-        """Return how many of the `held` rows of this rank are among the first `vocab` of the whole head."""
-        return max(0, min(held, vocab - self.first))
-
-    def slice_of(self, whole: Tensor, held: int) -> Tensor:
-        """Return this rank's rows of a tensor that every rank holds as a whole."""
-        return whole[self.first : self.first + held]
-
-    def sum_(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, dist.ReduceOp.SUM, self.group)
-        return x
-
-    def max_(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, dist.ReduceOp.MAX, self.group)
-        return x
 
 
 class Span(NamedTuple):
@@ -232,7 +193,7 @@ class ShardChunk(NamedTuple):
     bias: Tensor | None  # (c,)
     values: Tensor  # (fields, n), to be written, the same on all ranks
     dlogits: Tensor | None  # (n, c), to be written, possibly over the logits
-    other_side: Any
+    chunk_state: Any
     parallel: VocabParallel
 
 
@@ -240,10 +201,11 @@ class ShardGradients:
     """d loss / d (hidden, weight, bias, low, low_weight) from d loss / d logits of this rank's columns."""
 
     def __init__(
-        self, head: LinearHead, needs: Needs, layout: TokenLayout, columns: int, wide: torch.dtype | None,
+        self, head: LinearHead, needs: NeededGradients, layout: TokenLayout, columns: int, wide: torch.dtype | None,
         alpha: float, factor: Tensor | None,
     ):  # fmt: skip
         self._head, self._layout, self._alpha, self._factor = head, layout, alpha, factor
+        # FSDP averages gradients over ranks; these are sums
         share = alpha / layout.parallel.size if layout.parallel.average else alpha
         every = Rows(None, layout.length, 1.0)
         pairs = [(head.hidden, head.weight, needs.hidden, needs.weight)]
@@ -283,7 +245,10 @@ class ShardGradients:
         terms: list[Tensor | None] = []
         for sums, rows, (x, w) in zip(self._sums, self._of_rows, sides, strict=False):
             assert x is not None and w is not None
-            terms += [None if rows is None else put(rows, selected, x.shape[0]), sums.finish(selected, x, w, False)[1]]
+            terms += [
+                None if rows is None else scatter_rows(rows, selected, x.shape[0]),
+                sums.finish(selected, x, w, False)[1],
+            ]
         dbias = None if self._bias is None or head.bias is None else self._bias.to(head.bias.dtype)
         dhidden, dweight, *low = terms
         return dhidden, dweight, dbias, *(low or (None, None))
@@ -299,7 +264,7 @@ class ParallelLoss:
     def columns(self, weight: Tensor) -> int:
         return self.layout.parallel.columns(self.loss.vocab, weight.shape[0])
 
-    def new_gradients(self, head: LinearHead, needs: Needs, alpha: float, factor: Tensor | None = None):
+    def new_gradients(self, head: LinearHead, needs: NeededGradients, alpha: float, factor: Tensor | None = None):
         chunks = len(self.layout.spans)
         wide = self.loss.how.sum_dtype(chunks) if factor is None else torch.float32
         return ShardGradients(head, needs, self.layout, self.columns(head.weight), wide, alpha, factor)
@@ -307,23 +272,24 @@ class ParallelLoss:
     def walk(self, head: LinearHead, gradients: ShardGradients | None) -> Tensor:
         """Return the values (fields, count) of this rank's rows, and add every chunk to `gradients`."""
         loss, layout, columns = self.loss, self.layout, self.columns(head.weight)
-        own = head.operands(layout.selected, columns)
+        own = head.operands(layout.selected, columns)  # this rank's tokens, and its columns of the head
         weights = [w.to(x.dtype) for x, w in own.terms]  # each is cast once
         dtype, device = head.dtype, head.hidden.device
         values = torch.empty(len(loss.fields), layout.length, dtype=stats_dtype(dtype), device=device)
-        # not `fitted`: a rank that took smaller chunks than the others would wait for them forever
+        # not `fit_to_memory`: a rank that took smaller chunks than the others would wait for them forever
         ws = workspace(layout.most_rows, columns, loss.logits_dtype(dtype), device)
         grad_ws = ws.view(dtype)[:, :columns] if columns else ws.to(dtype)
-        other_side = loss.shard_other_side(layout, columns)
+        chunk_state = _teacher_side(loss, layout, columns)
         for span in layout.spans:
             terms = [(layout.gather(x, span), w) for (x, _), w in zip(own.terms, weights, strict=True)]
             part = Operands(terms, own.bias)
             logits = part.logits(ws)
             dlogits = None if gradients is None else grad_ws[: logits.shape[0]]
-            loss.write_shard(
+            write_shard(
+                loss,
                 ShardChunk(
-                    span.rows, span, logits, part.bias, values[:, span.rows], dlogits, other_side, layout.parallel
-                )
+                    span.rows, span, logits, part.bias, values[:, span.rows], dlogits, chunk_state, layout.parallel
+                ),
             )
             if gradients is not None and dlogits is not None:
                 gradients.add(dlogits, part, span)
@@ -334,7 +300,7 @@ class ParallelGradientsInForward(torch.autograd.Function):
     """As `GradientsInForward`. The gradient of the loss must be the same on all ranks: see `_agreed`."""
 
     @staticmethod
-    def forward(ctx, run: ParallelLoss, needs: Needs, reduction: str, dtype: torch.dtype, *tensors):
+    def forward(ctx, run: ParallelLoss, needs: NeededGradients, reduction: str, dtype: torch.dtype, *tensors):
         head, layout, gradients = LinearHead(*tensors, dtype=dtype), run.layout, None
         with torch.autocast(head.hidden.device.type, enabled=False):
             if needs.any:
@@ -342,7 +308,7 @@ class ParallelGradientsInForward(torch.autograd.Function):
             values = run.walk(head, gradients)
             if gradients is not None:
                 ctx.save_for_backward(*gradients.finish())
-            per_token = put(values.t(), layout.selected, head.hidden.shape[0]).t()
+            per_token = scatter_rows(values.t(), layout.selected, head.hidden.shape[0]).t()
         ctx.parallel = layout.parallel
         ctx.mark_non_differentiable(per_token)
         return values[0].sum() * layout.alpha, per_token
@@ -367,13 +333,13 @@ class ParallelRecomputed(torch.autograd.Function):
     """As `Recomputed`: gradients from logits that the backward computes again, for any gradient of each rank's loss."""
 
     @staticmethod
-    def forward(ctx, run: ParallelLoss, needs: Needs, reduction: str, dtype: torch.dtype, *tensors):
+    def forward(ctx, run: ParallelLoss, needs: NeededGradients, reduction: str, dtype: torch.dtype, *tensors):
         ctx.run, ctx.needs, ctx.reduction, ctx.dtype = run, needs, reduction, dtype
         head, selected = LinearHead(*tensors, dtype=dtype), run.layout.selected
         with torch.autocast(head.hidden.device.type, enabled=False):
             values = run.walk(head, None)
         ctx.save_for_backward(*tensors)
-        per_token = put(values.t(), selected, head.hidden.shape[0]).t()
+        per_token = scatter_rows(values.t(), selected, head.hidden.shape[0]).t()
         ctx.mark_non_differentiable(per_token)
         return per_token[0].clone() if reduction == "none" else values[0].sum() * run.layout.alpha, per_token
 
@@ -382,7 +348,7 @@ class ParallelRecomputed(torch.autograd.Function):
     def backward(ctx, grad_loss, _):
         run, layout = ctx.run, ctx.run.layout
         selected = layout.selected
-        upstream = take(grad_loss, selected) if ctx.reduction == "none" else grad_loss * layout.alpha
+        upstream = gather_rows(grad_loss, selected) if ctx.reduction == "none" else grad_loss * layout.alpha
         upstream = upstream.to(stats_dtype(ctx.dtype)).expand(selected.count).contiguous()
         upstream, largest = upstream_rows(layout.all_of(upstream), layout.length, ctx.dtype)
         weighted = replace(run, loss=run.loss.weighted(upstream))
@@ -393,30 +359,81 @@ class ParallelRecomputed(torch.autograd.Function):
         return None, None, None, None, *gradients.finish()
 
 
+def _teacher_side(loss: LinearLoss, layout: TokenLayout, columns: int) -> Any:
+    """Return what `write_shard` needs of a teacher: (layout, operands of its logits for this rank, a workspace)."""
+    if not isinstance(loss, LinearPair):
+        return None
+    terms, bias = loss.teacher.operands(layout.selected, columns)
+    dtype = loss.logits_dtype(loss.teacher.dtype)
+    ws = workspace(layout.most_rows, columns, dtype, loss.teacher.hidden.device)
+    return layout, Operands([(x, w.to(x.dtype)) for x, w in terms], bias), ws
+
+
+def write_shard(loss: LinearLoss, chunk: ShardChunk) -> None:
+    """Write the values of a chunk's rows and, if `dlogits` is there, the gradient of this rank's logits."""
+    shard = chunk.parallel
+    if isinstance(loss, LinearCrossEntropy):
+        targets, tile = loss.targets.rows(chunk.rows), Tile(chunk.logits, chunk.bias, shard.first, loss.vocab)
+        return shard_rows(tile, targets, chunk.values, chunk.dlogits, loss.options, shard)
+    assert isinstance(loss, LinearPair)
+    layout, operands, ws = chunk.chunk_state
+    terms = [(layout.gather(x, chunk.span), w) for x, w in operands.terms]
+    teacher = Operands(terms, operands.bias).logits(ws)
+    labels, token_weight = (None if x is None else x[chunk.rows] for x in (loss.labels, loss.token_weight))
+    inputs = RowInputs(chunk.logits, teacher, chunk.bias, operands.bias, labels, token_weight)
+    divergence_shard(inputs, shard.first, loss.vocab, chunk.values, chunk.dlogits, loss.options, shard)
+
+
+def shard_rows(
+    tile: Tile, targets: Targets, out: Tensor, grad: Tensor | None, o: CrossEntropyOptions, ranks: RankSums
+) -> None:
+    """Fill out (len(FIELDS), n), and grad (n, columns) unless it is None, where other ranks have the other columns.
+
+    Each rank's statistics are a carry; carries are combined by two all-reduces. grad may be the tile itself.
+    """
+    carry = new_carry(out.shape[1], tile.logits)
+    if tile.logits.shape[1]:
+        tile_statistics(tile, targets, carry, o)
+    place = targets.labels - tile.first
+    inside = (place >= 0) & (place < tile.logits.shape[1])
+    top = ranks.max_(carry[0].clone())  # the first all-reduce
+    share = (carry[0] - top).exp()  # what this rank's sums shrink by
+    sums = torch.stack([carry[1] * share, carry[2] * share, carry[3], carry[4].where(inside, 0)])
+    total, weighted, plain, x_label = ranks.sum_(sums)
+    x_label = x_label.where((targets.labels >= 0) & (targets.labels < tile.vocab), torch.nan)  # a wrong label shows
+    out.copy_(finish(torch.stack([top, total, weighted, plain, x_label]), targets, tile.vocab, o))
+    if grad is not None and grad.shape[1]:
+        factor = gradient_factor(torch.ones_like(out[4]), out[1], targets, o)
+        tile_gradient(tile, targets, out[4].contiguous(), factor, grad, o)
+
+
 def parallel_loss(
-    parallel: VocabParallel, head: LinearHead, selected: Rows, labels: Tensor | None, token_weight: Tensor | None,
-    how: Execution, reduction: str, recompute: bool, bytes_per_logit: int, gathered_bytes: int,
-    build: Callable[[Rows, Tensor | None, Tensor | None], LinearLoss],
+    parallel: VocabParallel, build: Callable[..., LinearLoss], sides: Sequence[LinearHead], selected: Rows,
+    labels: Tensor | None, token_weight: Tensor | None, arguments: Sequence[Any], how: Execution, reduction: str,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute a loss over the tokens of all ranks and return (this rank's loss, per-token values (fields, N)).
 
     Args:
-        head: this rank's tokens and rows of the head.
+        build, labels, token_weight, arguments: see `FusedLoss`. build gets the rows of all ranks, their labels and
+            their weights.
+        sides: the head with this rank's tokens and rows, and the teacher's.
         selected: the rows of this rank that take part.
-        bytes_per_logit: of the workspaces, of all sides.
-        gathered_bytes: of the hidden states of a token, of all sides.
-        build: makes the loss from the rows of all ranks, their labels and their weights.
     """
+    head, (bytes_per_logit, gathered_bytes) = sides[0], (
+        sum(x.dtype.itemsize for x in sides), sum(x.hidden.shape[1] * x.dtype.itemsize for x in sides)
+    )  # fmt: skip
     layout = TokenLayout(parallel, selected, head.hidden.device)
     copies = 2 if layout.sharded else 0  # gathered, and a second time where ranks have unequal numbers
     per_token = copies * gathered_bytes + head.hidden.shape[1] * stats_dtype(head.dtype).itemsize
-    layout.cut(chunk_rows(parallel, bytes_per_logit, per_token, how))
-    labels = None if labels is None else layout.all_of(take(labels, selected)).contiguous()
+    layout.cut(chunk_rows(parallel, bytes_per_logit, per_token, how))  # all ranks cut alike: chunks meet in collectives
+    labels = None if labels is None else layout.all_of(gather_rows(labels, selected)).contiguous()
     weights = labelled_weight(token_weight, selected, head.hidden.dtype)
     weights = token_weights(layout, weights, head.hidden, reduction)
-    run = ParallelLoss(build(Rows(None, layout.length, 1.0), labels, weights), layout)
+    every = Rows(None, layout.length, 1.0)
+    run = ParallelLoss(build(every, how, head, labels, weights, *arguments), layout)
     function = ParallelRecomputed if recompute else ParallelGradientsInForward
-    return function.apply(run, Needs.of(*head.tensors), reduction, head.dtype, *head.tensors)
+    return function.apply(run, NeededGradients.of(*head.tensors), reduction, head.dtype, *head.tensors)
 
 
 def chunk_rows(parallel: VocabParallel, bytes_per_logit: int, bytes_per_token: int, how: Execution) -> int:
@@ -437,44 +454,3 @@ def token_weights(layout: TokenLayout, own: Tensor | None, like: Tensor, reducti
         return weights
     shares = layout.relative_of_all(like.new_empty(0, dtype=stats_dtype(like.dtype)))
     return shares if weights is None else shares * weights
-
-
-def check_teacher_shard(
-    parallel: VocabParallel | None, teacher: VocabParallel | None, vocab: int, held: int, teacher_held: int
-) -> None:
-    """Raise ValueError where the ranks' rows of the teacher's head are not the same as those of the student's.
-
-    vocab: of the loss. held, teacher_held: rows on this rank.
-    """
-    if teacher is None:
-        return
-    if parallel is None:
-        raise ValueError("teacher_parallel needs parallel: with a whole student's head, gather the teacher's.")
-    ours = slice(parallel.first, parallel.first + parallel.columns(vocab, held))
-    theirs = slice(teacher.first, teacher.first + teacher.columns(vocab, teacher_held))
-    alike = ours == theirs or ours.start == ours.stop and theirs.start == theirs.stop
-    ranks, of_teacher = (dist.get_process_group_ranks(side.group) for side in (parallel, teacher))
-    if not alike or ranks != of_teacher or parallel.tokens != teacher.tokens:
-        raise ValueError(
-            "Student and teacher must lie alike on the ranks of one group: this rank holds rows "
-            f"{ours.start} to {ours.stop} of the student's head and {theirs.start} to {theirs.stop} of the teacher's. "
-            "Gather the teacher's head, and leave out teacher_parallel."
-        )
-
-
-def check_parallel(parallel: VocabParallel | None, weight: Tensor, overwrite_hidden: bool) -> None:
-    """Raise ValueError where the shard does not fit into the head, or an option has no place with sharded heads."""
-    if parallel is None:
-        return
-    if parallel.first < 0 or parallel.first + weight.shape[0] > parallel.vocab:
-        raise ValueError(
-            f"weight holds rows {parallel.first} to {parallel.first + weight.shape[0]} of a head of "
-            f"{parallel.vocab} rows (VocabParallel.first and .vocab): these must lie within it."
-        )
-    if overwrite_hidden:
-        raise ValueError("overwrite_hidden has no place with a head that is sharded over ranks: leave it out.")
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            "A head that is sharded over ranks cannot be traced by torch.compile: its collectives depend on the "
-            "number of labels. Call the loss outside of it, or gather the head."
-        )

@@ -5,7 +5,7 @@ Method    As gated_linear.py without up: the forward saves x and weight, but not
           into dx has act(x) in registers, so it writes h over dh, and dW = dout^T h reads h there. Compared with an
           activation and a separate linear layer, N I fewer elements are kept, for one more write.
 Numerics  h in the product's dtype, from fp32, rounded once: the same in both passes
-Traffic   beside the three products: forward 1 read and 1 write of N I elements, backward 2 reads and 2 writes (1 for a
+Traffic   besides the three products: forward 1 read and 1 write of N I elements, backward 2 reads and 2 writes (1 for a
           frozen weight)
 Source    Vaswani et al. 2017, arXiv:1706.03762; recomputation: Chen et al. 2016, arXiv:1604.06174
 """
@@ -52,7 +52,7 @@ class ActivationLinearFunction(torch.autograd.Function):
                 h = dh if x.dtype == dh.dtype else torch.empty_like(dh)
             dx = empty(x)
             backward(dh, x, None, dx, None, ctx.activation, h)
-        elif need_weight:
+        elif need_weight:  # x is frozen: h is made by the forward's kernel
             h = forward(x, None, ctx.activation, dout.dtype)
         if h is not None:
             dweight = torch.mm(dout.t(), h.view(-1, weight.shape[1]))  # autograd casts it to weight's dtype

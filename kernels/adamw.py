@@ -11,18 +11,70 @@ Traffic   read p, g, m, v; write p, m, v. Clipping apart from it: another read a
 Source    Loshchilov and Hutter 2019, arXiv:1711.05101; many tensors a launch: apex's multi_tensor_apply
 """
 
+import array
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ._tensor_lists import are_aligned, are_alike, chunks_of, in_one_order, table_of
 from ._triton import Launch, tl, triton, use_triton
+from ._tuning import SHAPES
 
-CHUNK, WARPS = 2048, 8
+
+def table_of(numbers: Iterable[int], device: torch.device) -> Tensor:
+    """Return addresses and sizes as int64 on the device."""
+    return _sent(torch.frombuffer(array.array("q", numbers), dtype=torch.int64), device)
+
+
+def _sent(table: Tensor, device: torch.device) -> Tensor:
+    """Return the table on the device, without waiting for it."""
+    return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
+
+
+@functools.lru_cache(8)  # of a training: the norm, and each group of parameters; some MiB each
+def chunks_of(numels: tuple[int, ...], chunk: int, device: torch.device) -> Tensor:
+    """Return (programs, 2) int32: each program's tensor, and the number of its chunk in it."""
+    counts = torch.tensor([-(-n // chunk) for n in numels])
+    owners = torch.repeat_interleave(torch.arange(len(numels)), counts)
+    firsts = (counts.cumsum(0) - counts)[owners]  # the number of the first chunk of the same tensor
+    return _sent(torch.stack([owners, torch.arange(len(owners)) - firsts], 1).to(torch.int32), device)
+
+
+def are_aligned(columns: Iterable[Iterable[int]]) -> bool:
+    """Return whether loads from these addresses may be 16 bytes wide."""
+    bits = 0
+    for addresses in columns:
+        bits = functools.reduce(operator.or_, addresses, bits)
+    return not bits % 16  # a low bit is set if any address is unaligned
+
+
+def are_alike(columns: Sequence[Sequence[Tensor]]) -> bool:
+    """Return whether the tensors of each list have one dtype, those of a place one shape, and all are contiguous."""
+    shapes = [x.shape for x in columns[0]]
+    return (
+        all(all(map(Tensor.is_contiguous, column)) for column in columns)
+        and all(len({x.dtype for x in column}) == 1 for column in columns)
+        and all([x.shape for x in column] == shapes for column in columns[1:])
+    )
+
+
+def in_one_order(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors have one shape, no gaps in memory, and their numbers in one order there."""
+    first = tensors[0]
+    if any(x.shape != first.shape for x in tensors):
+        return False
+    if all(x.is_contiguous() for x in tensors):
+        return True
+    strides = torch.empty_like(first, device="meta").stride()  # those of first, if it has no gaps
+    return all(x.stride() == strides for x in tensors)
+
+
+CHUNK, WARPS = SHAPES.ADAMW
 
 
 def adamw_reference(
@@ -57,12 +109,13 @@ def _kernel(
     program its tensor and the chunk's number in it. keep: 1 - lr decay. rest1, rest2: 1 - beta.
     """
     if found_inf_ptr is not None:
+        # As torch does for a gradient scaler: the step is skipped on the device, and the host does not learn of it.
         if tl.load(found_inf_ptr) != 0.0:
             return
-    chunk = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(0).to(tl.int64)  # int64: a tensor may have more than 2^31 numbers
     row = table_ptr + tl.load(chunks_ptr + 2 * chunk).to(tl.int64) * 6
     start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
-    numel = tl.load(row + 5)
+    numel = tl.load(row + 5)  # the sixth number of a tensor in the table
     p_ptr = tl.load(row).to(tl.pointer_type(PARAM))
     g_ptr = tl.load(row + 1).to(tl.pointer_type(GRAD))
     m_ptr = tl.load(row + 2).to(tl.pointer_type(MOMENT))
@@ -96,9 +149,9 @@ def _update(pointers, start, numel, numbers, WHOLE: tl.constexpr, CHUNK: tl.cons
     m = tl.load(m_ptr + at, mask=mask).to(tl.float32)
     v = tl.load(v_ptr + at, mask=mask).to(tl.float32)
     p = tl.load(p_ptr + at, mask=mask).to(tl.float32)
-    m += rest1 * (g - m)
+    m += rest1 * (g - m)  # b1 m + (1 - b1) g with one product
     v += rest2 * (g * g - v)
-    p = p * keep - rate * m / (tl.sqrt(v) * unbias + eps)
+    p = p * keep - rate * m / (tl.sqrt(v) * unbias + eps)  # weight decay first, of the old parameter
     tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=mask)
     tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), mask=mask)
     tl.store(v_ptr + at, v.to(v_ptr.dtype.element_ty), mask=mask)
@@ -145,18 +198,18 @@ def _launch(
     device = columns[0][0].device
     numels = tuple(map(Tensor.numel, columns[0]))
     chunks = chunks_of(numels, CHUNK, device)
-    if not len(chunks):
+    if not len(chunks):  # only tensors without numbers
         return
     addresses = [list(map(Tensor.data_ptr, column)) for column in (*columns, steps)]
     table = table_of(itertools.chain.from_iterable(zip(*addresses, numels, strict=True)), device)
+    # torch.bfloat16 -> tl.bfloat16
     kinds = (getattr(tl, str(column[0].dtype).removeprefix("torch.")) for column in columns[:3])
     constants = dict(zip(("PARAM", "GRAD", "MOMENT"), kinds, strict=True))
-    logs = (math.log(beta) if beta else -math.inf for beta in betas)
+    logs = (math.log(beta) if beta else -math.inf for beta in betas)  # b^t = e^(t log b), since t is on the device
     scalars = lr, 1 - lr * weight_decay, *logs, *(1 - beta for beta in betas), eps
     launch = Launch(
-        _kernel, (len(chunks),), *scalars, **constants, ALIGNED=are_aligned(addresses[:4]), CHUNK=CHUNK,
-        num_warps=WARPS,
-    )  # fmt: skip
+        _kernel, (len(chunks),), *scalars, **constants, ALIGNED=are_aligned(addresses[:4]), CHUNK=CHUNK, num_warps=WARPS
+    )
     if not launch(table, chunks, coefficient, found_inf, has_twin=True):
         params, grads, exp_avgs, exp_avg_sqs = columns
         return adamw_reference(

@@ -15,11 +15,10 @@ import functools
 import torch
 from torch import Tensor
 
-from ._autograd import empty, first_order, vector
-from ._made_again import can_be_made
+from ._autograd import empty, first_order, note_recomputable, vector
 from ._norm import check_columns, forward_config, rows_of, tile_mask
 from ._triton import Launch, remembered, tl, triton, use_triton
-from .rms_norm import again, out_dtype, rms_norm_backward, rms_norm_reference
+from .rms_norm import out_dtype, recompute, rms_norm_backward, rms_norm_reference
 
 
 def add_rms_norm_reference(
@@ -123,7 +122,7 @@ def add_rms_norm(
 
     Returns:
         The norm, (..., H) in x's dtype (with cast_before_weight in the dtype that torch promotes x and weight to), and
-        the sum, (..., H) rounded to x's dtype. The norm is that of the rounded sum.
+        the sum, (..., H) rounded to x's dtype. The norm is of the rounded sum.
 
     Raises:
         ValueError: x has no column, residual has another shape than x, or weight is not one number per column.
@@ -136,4 +135,4 @@ def add_rms_norm(
     if torch.compiler.is_compiling() or not use_triton(x):
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, cast_before_weight=cast_before_weight)
     y, summed = AddRMSNormFunction.apply(x, residual, weight, eps, offset, cast_before_weight)
-    return can_be_made(y, functools.partial(again, eps, offset, cast_before_weight), summed, weight), summed
+    return note_recomputable(y, functools.partial(recompute, eps, offset, cast_before_weight), summed, weight), summed

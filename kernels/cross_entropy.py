@@ -12,8 +12,6 @@ Source    online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; overwriti
           forward: Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989); z-loss: PaLM, arXiv:2204.02311
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -21,64 +19,21 @@ from torch.autograd.graph import increment_version
 from ._autograd import check_dtypes, check_label_dtype, first_order, graph_is_kept, rescale, stats_dtype
 from ._cross_entropy_rows import (
     FIELDS,
+    CrossEntropy,
     CrossEntropyOptions,
     Targets,
     Tile,
+    cross_entropy_reference,
     tile_gradient,
+    weight_of_labels,
     whole_rows,
 )
-from ._labelled_rows import token_count
-from ._logits import LogitTransform, entropy_of, transform
+from ._linear_head import token_count
+from ._logits import LogitTransform
+
+__all__ = ["CrossEntropy", "cross_entropy", "cross_entropy_reference"]
 
 REDUCTIONS = ("mean", "sum", "none")
-
-
-class CrossEntropy(NamedTuple):
-    """Loss and per-token values. The latter are fp32 (fp64 for fp64 inputs), and 0 where ignored."""
-
-    loss: Tensor  # scalar, or (N,) with reduction="none"; differentiable
-    log_prob: Tensor  # (N,) log-probability of the label, nats
-    entropy: Tensor  # (N,) entropy of the predicted distribution, nats
-    is_top1: Tensor  # (N,) bool, whether no token is likelier than the label
-
-
-def cross_entropy_reference(
-    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, token_weight: Tensor | None = None,
-    num_items: float | Tensor | None = None, reduction: str = "mean", scale: float = 1.0, softcap: float | None = None,
-    temperature: float = 1.0, label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int = -100,
-    dft: bool = False,
-) -> CrossEntropy:  # fmt: skip
-    """Return the loss of logits (N, V) in plain torch."""
-    x = transform(logits, None, LogitTransform(scale, softcap))[0] / temperature
-    keep = labels != ignore_index
-    label = labels * keep
-    log_probs = x.log_softmax(-1)
-    log_prob = log_probs.gather(1, label[:, None]).squeeze(1)
-    weight = None if weight is None else weight.to(x.dtype)
-    per_token = -(1 - label_smoothing) * (log_prob if weight is None else weight[label] * log_prob)
-    if label_smoothing:
-        per_token = per_token - label_smoothing * (log_probs if weight is None else log_probs * weight).mean(-1)
-    parts = torch.stack([per_token, z_loss * x.logsumexp(-1).square() if z_loss else torch.zeros_like(per_token)])
-    if dft:
-        parts = parts * log_prob.detach().exp()
-    if token_weight is not None:
-        parts = parts * token_weight
-    parts = parts.where(keep, 0)
-    if reduction == "mean":
-        count = token_count(keep, num_items, parts.dtype)
-        weighed = count if weight is None or num_items is not None else _weight_of_labels(labels, weight, ignore_index)
-        parts = parts.sum(-1) / torch.stack([weighed, count])
-    loss = parts.sum() if reduction == "sum" else parts.sum(0)
-    is_top1 = (log_prob >= log_probs.amax(-1)) & keep
-    log_prob, entropy = (x.where(keep, 0).detach() for x in (log_prob, entropy_of(log_probs)))
-    return CrossEntropy(loss, log_prob, entropy, is_top1)
-
-
-def _weight_of_labels(labels: Tensor, weight: Tensor, ignore_index: int) -> Tensor:
-    """Return the sum of the class weights of the labels in use, on their device; 1 if it is 0 (torch gives NaN)."""
-    keep = (labels != ignore_index) & (labels >= 0) & (labels < weight.shape[0])  # others give NaN, not an assert
-    total = weight.gather(0, labels.where(keep, 0)).where(keep, 0).sum()
-    return total.where(total != 0, 1)
 
 
 class CrossEntropyFunction(torch.autograd.Function):
@@ -92,6 +47,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         ctx.ready = inplace and reduction != "none" and logits.dtype != torch.float16
         if ctx.ready:
             if denominator is not None:
+                # The mean's divisor as every token's weight: the kernel then writes the gradient of the mean.
                 share = denominator.expand(rows).reciprocal()
                 targets = Targets(targets.labels, share, targets.class_weight, targets.ignore_index)
             whole_rows(logits, None, targets, out, logits.detach(), options)
@@ -116,10 +72,10 @@ class CrossEntropyFunction(torch.autograd.Function):
         if ctx.ready:
             return *rescale(ctx.saved_tensors, grad_loss), None, None, None, None, None
         logits, out, denominator = ctx.saved_tensors
-        each = grad_loss.to(out.dtype).expand(out.shape[1])
+        each = grad_loss.to(out.dtype).expand(out.shape[1])  # (N,), from a scalar or already so
         factor = each.contiguous() if denominator is None else each / denominator
-        raw = logits.detach()
-        over = ctx.inplace and not graph_is_kept()
+        raw = logits.detach()  # autograd must not see the write
+        over = ctx.inplace and not graph_is_kept()  # the graph is kept: another backward reads the logits again
         grad = raw if over else torch.empty_like(raw)
         tile_gradient(Tile(raw, None, 0, raw.shape[1]), ctx.targets, out[4], factor, grad, ctx.options)
         if over:
@@ -171,7 +127,7 @@ def cross_entropy(
     if reduction == "mean":
         denominator = token_count(labels != ignore_index, num_items, stats_dtype(logits.dtype))
         if weight is not None and num_items is None:  # now of mean 1 over the labels: one count divides every part
-            weight = weight * (denominator / _weight_of_labels(labels, weight, ignore_index))
+            weight = weight * (denominator / weight_of_labels(labels, weight, ignore_index))
     if logits.stride(1) != 1 or (inplace and logits.stride(0) < logits.shape[1]):  # the latter: rows share memory
         logits = logits.contiguous()
     targets = Targets(labels.contiguous(), class_weight=weight, ignore_index=ignore_index)

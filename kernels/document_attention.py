@@ -3,7 +3,7 @@
     o_i = sum over j of softmax(scale * q_i k_j) v_j,   j from the document's first token, or i - window + 1, to i
 
 Shapes    q, o: (T, Hq, D)   k, v: (T, Hk, D), Hq a multiple of Hk   bounds: (2, T) int32   lse, delta: (Hq, T) fp32
-Method    each token knows where its document begins and ends (`document_bounds`), so the grid depends on T alone and a
+Method    each token knows where its document begins and ends (`document_bounds`), so the grid depends only on T and a
           CUDA graph serves any number of documents. A program has BLOCK_M queries of one head and walks over the keys
           from the first document that begins in or before the block; blocks that all its queries see whole take no
           mask. Backward: one kernel for dq and o . do, one for dk and dv that walks over the queries of all heads of a
@@ -14,17 +14,19 @@ Traffic   forward (2 Hq + 2 Hk) D elements a token, backward twice that; q, k, v
 Source    FlashAttention-2 (Dao 2023, arXiv:2307.08691), whose variable-length form counts documents in its grid
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._autograd import check_dtypes, first_order, stats_dtype
+from ._logits import LOG2E
 from ._triton import Launch, remembered, tl, triton, use_triton
+from ._tuning import SHAPES
 
-LOG2E = 1.4426950408889634
 WIDEST = 256  # D
-BOUNDS_BLOCK = 256
+BOUNDS_BLOCK = SHAPES.ATTENTION_BOUNDS
 
 
 class Tiles(NamedTuple):
@@ -66,7 +68,7 @@ def _bounds_kernel(ends_ptr, bounds_ptr, T, n, BLOCK: tl.constexpr, STEPS: tl.co
     high = low + n  # ends[low] <= at < ends[high]
     for _ in range(STEPS):
         middle = (low + high) // 2
-        before = tl.load(ends_ptr + middle) <= at
+        before = tl.load(ends_ptr + middle) <= at  # per lane: each token has its own interval
         low = tl.where(before & (middle > low), middle, low)
         high = tl.where(before, high, middle)
     tl.store(bounds_ptr + at, tl.load(ends_ptr + low).to(tl.int32), mask=at < T)
@@ -100,10 +102,11 @@ def _first_seen(bounds_ptr, rows, T, window, WINDOW: tl.constexpr):
 @triton.jit
 def _key_ranges(first, m0, T, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return where the keys of a block of queries begin, the range that all of them see whole, and the end."""
-    begin = tl.min(first, 0) // BLOCK_N * BLOCK_N
+    begin = tl.min(first, 0) // BLOCK_N * BLOCK_N  # down to a block of keys, whose first ones may be unseen
     end = tl.minimum(m0 + BLOCK_M, T)
+    # from here on every query of the block sees whole blocks
     whole = (tl.max(first, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    past = (m0 + 1) // BLOCK_N * BLOCK_N
+    past = (m0 + 1) // BLOCK_N * BLOCK_N  # up to here every key lies at or before the first query
     past = tl.maximum(past, begin)
     whole = tl.minimum(tl.maximum(whole, begin), past)
     return begin, whole, past, end
@@ -137,11 +140,12 @@ def _attend(
         k = _load_rows(k_base, keys, k_row, T, D, BLOCK_D)
         s = _scores(q, k, rows, keys, first, scale, MASKED, EXACT)
         higher = tl.maximum(top, tl.max(s, 1))
-        shift = higher
+        shift = higher  # what is subtracted from the scores
         if MASKED:
+            # a query that has seen no key yet: -inf - -inf would be NaN
             shift = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(s - shift[:, None])
-        shrink = tl.exp2(top - shift)
+        shrink = tl.exp2(top - shift)  # of what was summed under the former maximum
         total = total * shrink + tl.sum(p, 1)
         v = _load_rows(v_base, keys, v_row, T, D, BLOCK_D)
         acc = acc * shrink[:, None] + _product(p.to(v.dtype), v, EXACT)
@@ -178,7 +182,7 @@ def _forward_kernel(
         acc, top, total, q, k_base, v_base, k_row, v_row, past, end, rows, first, scale, T,
         D, BLOCK_D, BLOCK_N, True, EXACT,
     )  # fmt: skip
-    total = tl.where(rows < T, total, 1.0)
+    total = tl.where(rows < T, total, 1.0)  # rows beyond T have no keys, and are not stored: avoid 0 / 0
     _store_rows(o_ptr + head * o_head, acc / total[:, None], rows, o_row, T, D, BLOCK_D)
     tl.store(lse_ptr + head * T + rows, top + tl.log2(total), mask=rows < T)
 
@@ -230,7 +234,7 @@ def _dq_kernel(
         dq, q, do, lse, delta, k_base, v_base, k_row, v_row, past, end, rows, first, scale, T,
         D, BLOCK_D, BLOCK_N, True, EXACT,
     )  # fmt: skip
-    _store_rows(dq_ptr + head * dq_head, dq * (scale / 1.4426950408889634), rows, dq_row, T, D, BLOCK_D)
+    _store_rows(dq_ptr + head * dq_head, dq * (scale / LOG2E), rows, dq_row, T, D, BLOCK_D)
 
 
 @triton.jit
@@ -271,8 +275,8 @@ def _dkdv_kernel(
     k = _load_rows(k_ptr + group * k_head, keys, k_row, T, D, BLOCK_D)
     v = _load_rows(v_ptr + group * v_head, keys, v_row, T, D, BLOCK_D)
     # queries that see the last key, and those that see all keys of the block
-    end = tl.load(bounds_ptr + T + tl.minimum(n0 + BLOCK_N, T) - 1)
-    past = tl.load(bounds_ptr + T + n0)
+    end = tl.load(bounds_ptr + T + tl.minimum(n0 + BLOCK_N, T) - 1)  # the end of the last key's document
+    past = tl.load(bounds_ptr + T + n0)  # the end of the first key's
     if WINDOW:
         end = tl.minimum(end, n0 + BLOCK_N - 1 + window)
         past = tl.minimum(past, n0 + window)
@@ -282,6 +286,7 @@ def _dkdv_kernel(
     whole = tl.minimum(tl.maximum(whole, begin), past)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    # All query heads that share this key head, one after the other: so no atomics, and one order of sums.
     for i in range(GROUP):
         head = group * GROUP + i
         q_base, do_base = q_ptr + head * q_head, do_ptr + head * do_head
@@ -298,23 +303,16 @@ def _dkdv_kernel(
             dk, dv, k, v, q_base, do_base, lse_base, delta_base, bounds_ptr, q_row, do_row, past, end, keys, scale,
             window, T, D, BLOCK_D, BLOCK_M, WINDOW, True, EXACT,
         )  # fmt: skip
-    _store_rows(dk_ptr + group * dk_head, dk * (scale / 1.4426950408889634), keys, dk_row, T, D, BLOCK_D)
+    _store_rows(dk_ptr + group * dk_head, dk * (scale / LOG2E), keys, dk_row, T, D, BLOCK_D)
     _store_rows(dv_ptr + group * dv_head, dv, keys, dv_row, T, D, BLOCK_D)
-
-
-# By kernel, and the columns of a head that they go up to. Those up to 128 were swept on an H100.
-_TILES = {
-    "forward": {128: Tiles(64, 32, 4, 3), 256: Tiles(64, 32, 4, 2)},
-    "dq": {64: Tiles(64, 32, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
-    "dkdv": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
-}
-# In fp32: products without tensor cores, which take long to compile if they are large.
-EXACT_TILES = Tiles(32, 32, 4, 1)
 
 
 def tiles_of(kind: str, D: int, exact: bool) -> Tiles:
     """Return the tiles of a kernel: "forward", "dq" or "dkdv"."""
-    return EXACT_TILES if exact else _TILES[kind][next(width for width in _TILES[kind] if D <= width)]
+    if exact:
+        return Tiles(*SHAPES.ATTENTION_EXACT)
+    of_width = SHAPES.ATTENTION[kind]
+    return Tiles(*of_width[next(width for width in of_width if D <= width)])
 
 
 class _Call(NamedTuple):
@@ -330,9 +328,9 @@ class _Call(NamedTuple):
 def _launch(kind: str, heads: int, call: _Call, strides: tuple[int, ...]) -> Launch:
     kernel = {"forward": _forward_kernel, "dq": _dq_kernel, "dkdv": _dkdv_kernel}[kind]
     tiles = tiles_of(kind, call.D, call.exact)
-    programs = -(-call.T // (tiles.n if kind == "dkdv" else tiles.m))
+    programs = -(-call.T // (tiles.n if kind == "dkdv" else tiles.m))  # dkdv: by keys, the others by queries
     return Launch(
-        kernel, (programs, heads), call.T, *strides, call.scale * LOG2E, call.window or 0,
+        kernel, (programs, heads), call.T, *strides, call.scale * math.log2(math.e), call.window or 0,
         GROUP=call.group, D=call.D, BLOCK_D=max(16, triton.next_power_of_2(call.D)), BLOCK_M=tiles.m, BLOCK_N=tiles.n,
         WINDOW=call.window is not None, EXACT=call.exact, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
@@ -340,7 +338,7 @@ def _launch(kind: str, heads: int, call: _Call, strides: tuple[int, ...]) -> Lau
 
 @remembered
 def _bounds_launch(T: int, n: int) -> Launch:
-    steps = max(1, n.bit_length())
+    steps = max(1, n.bit_length())  # halvings until one document is left
     return Launch(_bounds_kernel, (-(-T // BOUNDS_BLOCK),), T, n, BLOCK=BOUNDS_BLOCK, STEPS=steps)
 
 

@@ -5,8 +5,8 @@ Method    The forward saves gate, up and weight, but not h. The kernel that turn
           and up has act(gate) in registers, so it writes h over dh, and dW = dout^T h reads h there. Compared with an
           activation and a separate linear layer, N I fewer elements are kept, for one more write.
 Numerics  h in the product's dtype, from fp32, rounded once: the same in both passes
-Traffic   beside the three products: forward 2 reads and 1 write of N I elements, backward 3 reads and 3 writes (2 for a
-          frozen weight)
+Traffic   besides the three products: forward 2 reads and 1 write of N I elements, backward 3 reads and 3 writes (2 for
+          a frozen weight)
 Source    Shazeer 2020, arXiv:2002.05202; recomputation: Chen et al. 2016, arXiv:1604.06174
 """
 
@@ -35,7 +35,7 @@ class GatedLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(gate, up, weight)
         ctx.activation, ctx.bias_dtype = activation, None if bias is None else bias.dtype
         gate, up = halves(gate, up)
-        dtype = promoted(gate, up)
+        dtype = promoted(gate, up)  # of the product
         if torch.is_autocast_enabled(gate.device.type):  # F.linear's own casts would be cached without a graph
             dtype = torch.get_autocast_dtype(gate.device.type)
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -63,6 +63,7 @@ def gated_linear_gradients(
         if needs[2]:  # over dh, unless dtypes differ: then a thread could overwrite what another still reads
             h = dh if gate.dtype == dh.dtype == (gate if up is None else up).dtype else torch.empty_like(dh)
         dgate, dup = input_gradients(dh, gate, up, needs, activation, h, overwrite=overwrite)
+    # Frozen inputs: no kernel of the backward passes over gate and up, so h is made by the forward's.
     elif needs[2]:
         h = forward(*halves(gate, up), activation, dout.dtype)
     if h is not None:

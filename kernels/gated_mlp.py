@@ -2,7 +2,7 @@
 
 Shapes    x: (..., K)  gate, up: (I, K), or packed [gate | up] (2I, K)  down: (H, I)  biases: one per row  y: (..., H)
 Method    The products of linears.py, then gated_linear.py. The forward saves the weights, the biases and x, or what a
-          norm makes x of (_made_again.py). The backward computes gate(x) and up(x) again, then what those two ops
+          norm makes x of (_autograd.py). The backward computes gate(x) and up(x) again, then what those two ops
           compute: h is written over dh; the gradients of gate(x) and up(x) overwrite these, which nobody else sees.
 Numerics  as linears and gated_linear, bit for bit
 Traffic   as these two, and two products more in the backward, for 2 N I elements less between the passes
@@ -14,9 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._autograd import check_dtypes, first_order
+from ._autograd import check_dtypes, first_order, saved_or_recomputed
 from ._gated import ACTIVATIONS, forward, gated_reference, halves, runs_plain
-from ._made_again import source_of
 from .gated_linear import gated_linear_gradients
 from .linears import as_computed, bias_gradients, input_gradient, linears_reference, products, weight_gradients
 
@@ -36,8 +35,8 @@ class GatedMLPFunction(torch.autograd.Function):
         """Run the forward. tensors: the weights, `count` of them, and as many biases, or None."""
         weights, biases = tensors[:count], tensors[count:]
         ctx.shape, ctx.activation = x.shape, activation
-        uncast, x = x, as_computed(x)
-        source = source_of(uncast, x)
+        uncast, x = x, as_computed(x)  # the note of a norm is on the tensor as it came
+        source = saved_or_recomputed(uncast, x)
         ctx.make, ctx.count = source.make, count
         ctx.save_for_backward(*weights, *biases, *source.tensors)
         h = forward(*halves(*_gate_and_up(x, weights, biases)), activation, x.dtype)
@@ -51,9 +50,10 @@ class GatedMLPFunction(torch.autograd.Function):
         *first_weights, need_down = needs[:count]
         *first_biases, _ = needs[count:]
         dy = dy.reshape(-1, dy.shape[-1])
+        # gradients of gate(x), up(x)
         wanted = [need_x or any(pair) for pair in zip(first_weights, first_biases, strict=True)]
         rows, ddown, x = [None] * len(wanted), None, None
-        if need_down or any(wanted):
+        if need_down or any(wanted):  # else x is not computed again
             x = ctx.make(*sources).view(ctx.shape)
             *gradients, ddown = gated_linear_gradients(
                 dy, *_gate_and_up(x, weights, biases), weights[-1], (wanted[0], wanted[-1], need_down),

@@ -9,7 +9,7 @@
 
 Shapes    x, z, y: (..., H), in the kernels (N, H)    w: (H,)    rstd: (N, groups) fp32; means over H / groups
 Method    as rms_norm.py: the forward saves x, z and rstd, a few programs per multiprocessor walk over the rows and keep
-          their share of dw in registers. A group is a row of its own, with its own part of w.
+          their share of dw in registers. A group is a separate row, with its own part of w.
 Numerics  fp32 inside, rounded once on the way out; with gate_first vhat is rounded to x's dtype before it meets w, as
           Mamba-2 has it, and the gradients ignore that rounding. With the norm first, models round xhat and xhat * w
           too.
@@ -47,7 +47,7 @@ def gated_rms_norm_reference(
     factor = F.silu(z) if activation == "silu" else torch.sigmoid(z)
     rows = x.to(wide) * factor if gate_first else x.to(wide)
     parts = rows.unflatten(-1, (groups, -1))
-    normed = (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+    normed = (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(-2)  # each group by itself
     y = (normed.to(x.dtype) if gate_first else normed) * weight.to(wide)
     return (y if gate_first else y * factor).to(_out_dtype(x, weight, gate_first))
 
@@ -84,7 +84,7 @@ def _forward_kernel(
     w = tl.load(w_ptr + at, mask=cols < G, other=0.0).to(tl.float32)
     factor, _ = _gate(z, SILU)
     if GATE_FIRST:
-        x *= factor
+        x *= factor  # (ROWS, BLOCK_G)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / G + eps)
     tl.store(rstd_ptr + rows * tl.num_programs(1) + group, rstd, mask=rows < N)
     y = x * rstd[:, None]
@@ -123,7 +123,7 @@ def _backward_kernel(
             dx, dz = dv * factor, dv * x * slope
         else:
             xhat = x * rstd
-            dw += dy * xhat * factor
+            dw += dy * xhat * factor  # the gate multiplies what the weight has scaled
             dz = g * xhat * slope
             g *= factor
             dx = rstd * (g - xhat * (tl.sum(g * xhat, 1) / G)[:, None])
@@ -154,8 +154,8 @@ def _backward_launch(
 ) -> Launch:  # fmt: skip
     block, tile, warps, per_multiprocessor = config
     tiles, G = -(-N // tile), H // groups
-    limit = max(1, multiprocessors * per_multiprocessor // groups)
-    programs = programs_for(tiles, limit) if needs_dw else tiles
+    limit = max(1, multiprocessors * per_multiprocessor // groups)  # a program for each group
+    programs = programs_for(tiles, limit) if needs_dw else tiles  # few programs, few shares of dw to sum
     return Launch(
         _backward_kernel, (programs, groups), *strides, H, N, G, SILU=silu, GATE_FIRST=gate_first,
         EXACT=block == G and N % tile == 0, ROWS=tile, BLOCK_G=block, num_warps=warps,

@@ -13,23 +13,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._tensor_lists import are_aligned, chunks_of, in_one_order, table_of
 from ._triton import Launch, tl, triton, use_triton
+from ._tuning import SHAPES
+from .adamw import are_aligned, chunks_of, in_one_order, table_of
 
-CHUNK, BLOCK, WARPS = 16384, 4096, 8
+CHUNK, BLOCK, WARPS = SHAPES.GRADIENT_NORM
 
 
 def gradient_norm_reference(grads: Sequence[Tensor]) -> Tensor:
     """Compute `gradient_norm` in plain torch."""
     wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-    norms = [torch.linalg.vector_norm(g) for g in wide]
+    norms = [torch.linalg.vector_norm(g) for g in wide]  # the norm of norms is the norm of all
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 @triton.jit
 def _kernel(
     table_ptr, chunks_ptr, out_ptr, GRAD: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """Add the squares of one chunk. table_ptr: int64, for each tensor its address and numel."""
     program = tl.program_id(0).to(tl.int64)
     row = table_ptr + tl.load(chunks_ptr + 2 * program).to(tl.int64) * 2
@@ -38,7 +39,7 @@ def _kernel(
     g_ptr = tl.load(row).to(tl.pointer_type(GRAD))
     if ALIGNED:
         g_ptr = tl.multiple_of(g_ptr, 16)
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)  # a sum a lane; lanes are added once, at the end
     at = start + tl.arange(0, BLOCK)
     if start + CHUNK <= numel:  # a mask would keep loads from being 16 bytes wide
         for block in range(0, CHUNK, BLOCK):
@@ -69,12 +70,13 @@ def gradient_norm(grads: Sequence[Tensor]) -> Tensor:
     for g in grads:
         kinds.setdefault(g.dtype, []).append(g)
     sums = [_squares(dtype, tensors) for dtype, tensors in kinds.items()]
-    return torch.cat(sums).sum().sqrt()
+    return torch.cat(sums).sum().sqrt()  # one order of adding: the same gradients give the same bits
 
 
 def _squares(dtype: torch.dtype, grads: list[Tensor]) -> Tensor:
     """Return the sums of squares of each program."""
     device = grads[0].device
+    # any order will do, but no gaps
     dense = [g if g.is_contiguous() or in_one_order([g]) else g.contiguous() for g in grads]
     numels, addresses = tuple(g.numel() for g in dense), [g.data_ptr() for g in dense]
     chunks = chunks_of(numels, CHUNK, device)

@@ -21,8 +21,8 @@ Source    Agarwal et al. 2023 (GKD), arXiv:2306.13649, in the convention of TRL 
 import torch
 from torch import Tensor
 
+from ._divergence_reference import kl_values
 from ._unfused_divergence import Call, check, given_rows, prepare, reduced, takes_reference
-from .kl_div import kl_values
 
 
 def jsd_values(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:

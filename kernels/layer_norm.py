@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import empty, first_order, vector
-from ._made_again import can_be_made
+from ._autograd import empty, first_order, note_recomputable, vector
 from ._norm import (
     backward_config,
     check_columns,
@@ -30,8 +29,9 @@ from ._norm import (
     tile_mask,
 )
 from ._triton import Launch, remembered, tl, triton, use_triton
+from ._tuning import SHAPES
 
-TORCH_NUMBERS = 2**22  # of x, up to which torch is called: on an H100 a few us more on the device, 50 less on the host
+TORCH_NUMBERS = SHAPES.LAYER_NORM_BY_TORCH  # of x, up to which torch is called
 
 
 def layer_norm_reference(
@@ -52,7 +52,9 @@ def _forward_kernel(
     cols = tl.arange(0, BLOCK_H)
     mask = tile_mask(rows, cols, N, H, ROWS, BLOCK_H, EXACT)
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(x, 1) / H
+    mean = tl.sum(x, 1) / H  # masked columns are 0
+    # Centred before it is squared: the mean square minus the squared mean would cancel. Columns beyond the row must
+    # be 0 again.
     y = tl.where(mask, x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(y * y, 1) / H + eps)
     tl.store(stats_ptr + rows, mean, mask=rows < N)
@@ -94,13 +96,13 @@ def _backward_kernel(
             g = dy
             if HAS_WEIGHT:
                 g = dy * w[None, :]
-            g_mean = (tl.sum(g, 1) / H)[:, None]
+            g_mean = (tl.sum(g, 1) / H)[:, None]  # the gradient of the mean that was subtracted
             dx = rstd * (g - g_mean - xhat * (tl.sum(g * xhat, 1) / H)[:, None])
             tl.store(dx_ptr + rows[:, None] * H + cols[None, :], dx, mask=mask)
     share_ptr += pid * H + cols
     if NEEDS_DW:
         tl.store(share_ptr, tl.sum(dw, 0), mask=cols < H)
-        share_ptr += tl.num_programs(0) * H
+        share_ptr += tl.num_programs(0) * H  # all programs' shares of dw lie before those of db
     if NEEDS_DB:
         tl.store(share_ptr, tl.sum(db, 0), mask=cols < H)
 
@@ -172,7 +174,7 @@ def _suits_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     return x.is_contiguous() and not torch.is_autocast_enabled(x.device.type)
 
 
-def _again(eps: float, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _recompute(eps: float, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return _forward(x, weight, bias, eps)[0]
 
 
@@ -214,4 +216,4 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     if torch.compiler.is_compiling() or not use_triton(x):
         return layer_norm_reference(x, weight, bias, eps)
     y = LayerNormFunction.apply(x, weight, bias, eps)
-    return can_be_made(y, functools.partial(_again, eps), x, weight, bias)
+    return note_recomputable(y, functools.partial(_recompute, eps), x, weight, bias)

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import first_order
-from ._head import Adapters, Lora
-from ._labelled_rows import RowSelection, token_count
+from ._linear_head import Adapters, Lora, RowSelection, token_count
 from .linear_log_probs import LogProbs, linear_log_probs, linear_log_probs_reference, stored_log_probs
 
 __all__ = ["LinearAlm", "Lora", "alm_reference", "linear_alm", "linear_alm_reference", "stored_alm", "sum_of_spans"]

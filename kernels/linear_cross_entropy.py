@@ -2,7 +2,7 @@
 
     x = transform(hidden @ weight.T + bias + lora) / temperature          transform: scale, then softcap (_logits.py)
     loss = sum over labelled rows of w [(1 - s) nll + s (lse - mean x) + z lse^2] / num_items
-           with nll = lse - x[label], w token_weight, s label_smoothing, z z_loss; lora: see _head.py
+           with nll = lse - x[label], w token_weight, s label_smoothing, z z_loss; lora: see _linear_head.py
 
 Shapes    hidden: (N, H)  weight: (V, H)  labels: (N,) int64  bias: (V,)  token_weight: (N,)
 Method    The loss is the last thing a model computes, so the forward can compute its gradients too. Rows without a
@@ -12,9 +12,10 @@ Method    The loss is the last thing a model computes, so the forward can comput
           nothing if that is 1.
           With recompute, the forward only takes each row's statistics, tile by tile of the vocabulary, and the backward
           computes the tiles again: four products, nothing held in between, and an upstream gradient for each token's
-          loss. A tile's logits lie in the memory of the weight's gradient: in the rows after the tile's, which get
-          their gradient later. The sums of the hidden states' gradient are rounded in place. A weight that is frozen,
-          adapted or of another dtype than the products takes a workspace the size of the hidden states.
+          loss. A tile's logits are stored in the part of the weight's gradient that later tiles overwrite, so
+          computing them again needs no extra memory. The sums of the hidden states' gradient are rounded in place. A
+          weight that is frozen, adapted or of another dtype than the products takes a workspace the size of the hidden
+          states.
 Numerics  logits in the products' dtype, softmax and sums in fp32, the logits' gradient rounded once to the products'
           dtype. The weight's gradient is rounded once a chunk up to 16 chunks; beyond, it is summed in fp32.
 Traffic   per logit: 2 reads and 2 writes by the kernel and the first product, 2 reads by the other two
@@ -25,35 +26,55 @@ Source    gradients in the forward: M. Wijmans' efficient_cross_entropy and Lige
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._autograd import Needs, stats_dtype
-from ._chunking import ChunkPlan, Execution, fitted, tile_plan, tiles_beside_gradient, workspace
-from ._compile import check_traceable, opaque_loss
+from ._autograd import NeededGradients, stats_dtype
 from ._cross_entropy_rows import (
     FIELDS,
+    CrossEntropy,
     CrossEntropyOptions,
     Targets,
     Tile,
+    cross_entropy_reference,
     finish,
     gradient_factor,
     new_carry,
-    shard_rows,
     tile_gradient,
     tile_statistics,
     whole_rows,
 )
-from ._fused_linear import GradientsInForward, LinearLoss, LogitChunk, Recomputed, check_execution, check_labels
-from ._head import Adapters, HeadGradients, LinearHead, Lora, check_head, check_overwritten, linear_reference
-from ._labelled_rows import Rows, RowSelection, labelled_weight, selected_rows, take
+from ._linear_head import (
+    Adapters,
+    HeadGradients,
+    LinearHead,
+    Lora,
+    Rows,
+    RowSelection,
+    check_head,
+    check_overwritten,
+    gather_rows,
+    labelled_weight,
+    linear_reference,
+)
+from ._linear_loss import (
+    ChunkPlan,
+    Execution,
+    FusedLoss,
+    LinearLoss,
+    LogitChunk,
+    check_execution,
+    check_labels,
+    fit_to_memory,
+    tile_plan,
+    tiles_in_gradient,
+    workspace,
+)
 from ._logits import LogitTransform, transform
-from ._vocab_parallel import ShardChunk, VocabParallel, check_parallel, parallel_loss
-from .cross_entropy import CrossEntropy, cross_entropy_reference
+from ._ranks import VocabParallel
 
-NOTHING = Needs(False, False, False)
+NOTHING = NeededGradients(False, False, False)
 
 __all__ = ["CrossEntropy", "Lora", "VocabParallel", "linear_cross_entropy", "linear_cross_entropy_reference"]
 
@@ -81,17 +102,12 @@ class LinearCrossEntropy(LinearLoss):
         targets = self.targets.rows(chunk.rows)
         whole_rows(chunk.logits, chunk.bias, targets, chunk.values, chunk.dlogits, self.options)
 
-    def write_shard(self, chunk: ShardChunk) -> None:
-        targets = self.targets.rows(chunk.rows)
-        tile = Tile(chunk.logits, chunk.bias, chunk.parallel.first, self.vocab)
-        shard_rows(tile, targets, chunk.values, chunk.dlogits, self.options, chunk.parallel)
-
     def weighted(self, factor: Tensor) -> "LinearCrossEntropy":
         token_weight = self.targets.token_weight
         weight = factor if token_weight is None else factor * token_weight
         return replace(self, targets=replace(self.targets, token_weight=weight))
 
-    def statistics(self, head: LinearHead, needs: Needs) -> Tensor:
+    def statistics(self, head: LinearHead, needs: NeededGradients) -> Tensor:
         """Return per-token values, computed tile by tile of the vocabulary."""
         rows, dtype, o = self.rows, head.dtype, self.options
         operands = head.operands(rows, self.vocab)
@@ -107,7 +123,7 @@ class LinearCrossEntropy(LinearLoss):
         return out
 
     def recomputed(
-        self, head: LinearHead, needs: Needs, upstream: Tensor, largest: Tensor | None, values: Tensor | None
+        self, head: LinearHead, needs: NeededGradients, upstream: Tensor, largest: Tensor | None, values: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Return the head's gradients, computed tile by tile of the vocabulary."""
         assert values is not None
@@ -128,45 +144,47 @@ class LinearCrossEntropy(LinearLoss):
             gradients.add(tile.logits, part, rows, columns)
         return gradients.finish()
 
-    def _takes_gradient(self, head: LinearHead, needs: Needs) -> bool:
+    def _takes_gradient(self, head: LinearHead, needs: NeededGradients) -> bool:
         """Whether logits may lie in the weight's gradient. (Rows of a weight in another dtype are cast elsewhere.)"""
-        alone = head.low is None and head.weight.dtype == head.dtype
-        return needs.weight and alone and self.how.workspace_mb is None and self.rows.count > 0
+        plain = head.low is None and head.weight.dtype == head.dtype
+        return needs.weight and plain and self.how.workspace_mb is None and self.rows.count > 0
 
-    def _tiles(self, head: LinearHead, needs: Needs, spare: int = 0) -> tuple[ChunkPlan, Tensor]:
+    def _tiles(self, head: LinearHead, needs: NeededGradients, spare: int = 0) -> tuple[ChunkPlan, Tensor]:
         """Return (plan, workspace of a tile)."""
         count, dtype = self.rows.count, head.dtype
         plan = tile_plan(count, self.vocab, head.hidden.shape[1], dtype.itemsize, needs, self.how, spare)
-        return fitted(plan, lambda plan: workspace(min(plan.rows, count), plan.columns, dtype, head.hidden.device))
+        return fit_to_memory(
+            plan, lambda plan: workspace(min(plan.rows, count), plan.columns, dtype, head.hidden.device)
+        )
 
     def _tiles_in_gradient(self, head: LinearHead, gradients: HeadGradients) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield (rows, columns, memory for their logits), in the gradient of the weight as long as they fit."""
         dtype, elsewhere = head.dtype, None
         row_bytes = head.hidden.shape[1] * head.weight.itemsize
-        for rows, columns in tiles_beside_gradient(self.rows.count, self.vocab, dtype.itemsize, row_bytes):
+        for rows, columns in tiles_in_gradient(self.rows.count, self.vocab, dtype.itemsize, row_bytes):
             shape = ChunkPlan(rows.stop - rows.start, columns.stop - columns.start)
             inside = gradients.free_rows(columns.stop, shape, dtype)
             if inside is not None:
                 yield rows, columns, inside
                 continue
             if elsewhere is None:
-                elsewhere = fitted(shape, lambda plan: workspace(*plan, dtype, head.hidden.device))
+                elsewhere = fit_to_memory(shape, lambda plan: workspace(*plan, dtype, head.hidden.device))
             fits, ws = elsewhere
             for start in range(rows.start, rows.stop, fits.rows):
                 yield slice(start, min(start + fits.rows, rows.stop)), columns, ws
 
 
 def _loss(
-    rows: Rows, how: Execution, head: LinearHead, labels: Tensor, token_weight: Tensor | None, scale: float,
+    rows: Rows, how: Execution, head: LinearHead, labels: Tensor, token_weight: Tensor | None, vocab: int, scale: float,
     softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, dft: bool,
 ) -> LinearCrossEntropy:  # fmt: skip
     options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, label_smoothing, z_loss, dft)
     weight = labelled_weight(token_weight, rows, head.hidden.dtype)
-    targets = Targets(take(labels, rows).contiguous(), weight)
-    return LinearCrossEntropy(rows, head.weight.shape[0], how, targets, options)
+    targets = Targets(gather_rows(labels, rows).contiguous(), weight)
+    return LinearCrossEntropy(rows, vocab, how, targets, options)
 
 
-_opaque_loss = opaque_loss("linear_cross_entropy", _loss)
+_fused_loss = FusedLoss("linear_cross_entropy", _loss)
 
 
 def linear_cross_entropy(
@@ -214,7 +232,7 @@ def linear_cross_entropy(
             their own; their gradients have their own.
         parallel: how the rows of the head lie on the ranks of a group; weight, bias and each b of lora then hold this
             rank's rows. All ranks must call the op. num_items, and the gradient of the loss without recompute, must be
-            the same on all; the latter's being different makes the gradients NaN. See docs/vocabulary-parallel.md.
+            the same on all; the latter's being different makes the gradients NaN. See docs/extras.md.
 
     Returns:
         CrossEntropy: loss and per-token values.
@@ -228,28 +246,13 @@ def linear_cross_entropy(
     check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
     check_overwritten(overwrite_hidden, lora)
     head = LinearHead.of(hidden, weight, bias, lora)
-    arguments = token_weight, scale, softcap, temperature, label_smoothing, z_loss, dft
     if parallel is not None:
-        check_parallel(parallel, weight, overwrite_hidden)
-        selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
-
-        def build(every: Rows, labels: Any, token_weight: Tensor | None) -> LinearCrossEntropy:
-            whole = _loss(every, how, head, labels, token_weight, *arguments[1:])
-            return replace(whole, vocab=parallel.vocab)
-
-        how, itemsize = Execution(workspace_mb, accumulate_dtype), head.dtype.itemsize
-        value, per_token = parallel_loss(
-            parallel, head, selected, labels, token_weight, how, reduction, recompute, itemsize,
-            hidden.shape[1] * itemsize, build,
-        )  # fmt: skip
-    elif torch.compiler.is_compiling():
-        check_traceable(rows, recompute, overwrite_hidden)
-        value, per_token = _opaque_loss(
-            head, labels, num_items, ignore_index, workspace_mb, accumulate_dtype, arguments
-        )
-    else:
-        selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
-        how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
-        loss, function = _loss(selected, how, head, labels, *arguments), Recomputed if recompute else GradientsInForward
-        value, per_token = function.apply(loss, Needs.of(*head.tensors), reduction, head.dtype, *head.tensors)
+        parallel.check(weight, overwrite_hidden)
+    vocab = weight.shape[0] if parallel is None else parallel.vocab
+    value, per_token = _fused_loss(
+        head, labels, token_weight, (vocab, scale, softcap, temperature, label_smoothing, z_loss, dft), rows=rows,
+        num_items=num_items, ignore_index=ignore_index, reduction=reduction, recompute=recompute,
+        workspace_mb=workspace_mb, accumulate_dtype=accumulate_dtype, overwrite_hidden=overwrite_hidden,
+        parallel=parallel,
+    )  # fmt: skip
     return CrossEntropy(value, per_token[1], per_token[2], per_token[3] > 0)

@@ -1,6 +1,6 @@
 """Divergence between a student's and a teacher's next-token distributions, from hidden states, without stored logits.
 
-    s = transform(hidden @ weight.T + bias + lora) / T,  q = softmax(s)   student; lora: see _head.py
+    s = transform(hidden @ weight.T + bias + lora) / T,  q = softmax(s)   student; lora: see _linear_head.py
     t = the same for the teacher,                        p = softmax(t)   teacher
 
     forward_kl       KL(p || q) = sum p (t - s) - lse_t + lse_s            d/ds = q - p
@@ -12,28 +12,22 @@
                                                                            r = log q/m - alpha q/m
     symmetric_kl     (forward_kl + reverse_kl) / 2
     tvd              sum |p - q| / 2                                       d/ds = q (r - sum q r) / 2, r = sign(q - p)
-    adaptive_kl      (g_head forward_kl + g_tail reverse_kl) / (g_head + g_tail), whose weights have no gradient
-                     g_head: the sum of |p - q| over the head: the teacher's likeliest tokens with at most half of its
-                     mass, or the likeliest alone. g_tail: the sum over the rest. Without any gap both weights are 1/2.
     loss = sum over rows of [T^2 sum_k weight_k D_k + ce_weight CE] / num_items,   CE at T = 1
 
 A teacher_share a < 1 replaces the teacher's logits t everywhere by (1 - a) s + a t, where s gets no gradient.
 
 Shapes    hidden: (N, Hs)  weight: (Vs, Hs)  teacher_hidden: (N, Ht)  teacher_weight: (Vt, Ht)  labels: (N,)
 Vocabulary  the first V = min(Vs, Vt, vocab_size) rows of each head. Rows beyond are padding and take no part. Nor does
-          a token whose logits are -inf on both sides. If they are -inf on one side alone, and the other side gives the
+          a token whose logits are -inf on both sides. If they are -inf on only one side, and the other side gives the
           token more than 1e-10 of its mass, the KL from the other side is infinite.
 Method    as in linear_cross_entropy.py, with a second workspace for the teacher's logits: four products in total. The
-          row kernel makes one pass for all statistics, one more for all kinds but the KLs, a few more over the
-          teacher's logits for the head of adaptive_kl, and one that writes the student's gradient in place.
+          row kernel makes one pass for all statistics, one more for all kinds but the KLs, and one
+          that writes the student's gradient in place.
 Numerics  log-ratios come from differences that vanish where both logits agree: a student equal to its teacher gives
           exactly loss 0 and gradient 0. Softmax and sums in fp32. The gradient of tvd jumps where q and p cross: where
           they differ by less than their rounding errors its sign is random, as in plain torch.
-Head      tokens with the same logit are either all in the head of adaptive_kl or all out of it. The kernel bisects for
-          the head's lowest logit until no other value is left between the bounds, or these are 2^-24 of log V + 2 apart
-          (times T): closer values count as one. So 16-bit logits are told apart, except some within T / 512 of 0.
 Source    generalised JSD and its convention: Agarwal et al. 2023 (GKD), arXiv:2306.13649, as in TRL; skewed KLs: Ko et
-          al. 2024 (DistiLLM), arXiv:2402.03898; adaptive KL: Wu et al. 2024, arXiv:2404.02657; teacher_share: Shing et
+          al. 2024 (DistiLLM), arXiv:2402.03898; teacher_share: Shing et
           al. 2025 (TAID), arXiv:2501.16937; T^2: Hinton et al. 2015, arXiv:1503.02531; gradients in the forward as in
           linear_cross_entropy.py
 """
@@ -45,10 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._autograd import Needs
-from ._chunking import Execution, workspace
-from ._compile import check_traceable, opaque_loss
-from ._divergence_options import FIELDS, TERMS, DivergenceOptions, RowInputs
+from ._divergence_kernels import divergence_rows
 from ._divergence_reference import (
     LinearDivergence,
     distillation_reference,
@@ -56,30 +47,33 @@ from ._divergence_reference import (
     linear_divergence_reference,
     named_terms,
 )
-from ._divergence_rows import divergence_rows
-from ._divergence_shards import divergence_shard
-from ._fused_linear import GradientsInForward, LinearLoss, LogitChunk, Recomputed, check_execution, check_labels
-from ._head import (
+from ._divergence_torch import FIELDS, TERMS, DivergenceOptions, RowInputs
+from ._linear_head import (
     Adapters,
     LinearHead,
     Lora,
     Operands,
+    Rows,
+    RowSelection,
     adapters_of,
     check_head,
     check_overwritten,
     compute_dtype,
+    gather_rows,
+    labelled_weight,
     vocabulary,
 )
-from ._labelled_rows import Rows, RowSelection, labelled_weight, selected_rows, take
-from ._logits import LogitTransform
-from ._vocab_parallel import (
-    ShardChunk,
-    TokenLayout,
-    VocabParallel,
-    check_parallel,
-    check_teacher_shard,
-    parallel_loss,
+from ._linear_loss import (
+    Execution,
+    FusedLoss,
+    LinearLoss,
+    LogitChunk,
+    check_execution,
+    check_labels,
+    workspace,
 )
+from ._logits import LogitTransform
+from ._ranks import VocabParallel
 from .divergence_kinds import KINDS, ROW_KINDS, divergence_weights
 
 __all__ = [
@@ -99,34 +93,18 @@ class LinearPair(LinearLoss):
 
     fields = FIELDS
 
-    def other_side(self, rows: int) -> tuple[Operands, Tensor]:
+    def chunk_state(self, rows: int) -> tuple[Operands, Tensor]:
         """Return (operands of the teacher's logits, a workspace for a chunk of them)."""
         operands = self.teacher.operands(self.rows, self.vocab).part(slice(None), slice(0, self.vocab))
         dtype = self.logits_dtype(self.teacher.dtype)
         return operands, workspace(rows, self.vocab, dtype, self.teacher.hidden.device)
 
     def write_rows(self, chunk: LogitChunk) -> None:
-        operands, ws = chunk.other_side
+        operands, ws = chunk.chunk_state
         teacher = operands.part(chunk.rows, slice(0, self.vocab))
         labels, token_weight = (None if x is None else x[chunk.rows] for x in (self.labels, self.token_weight))
         inputs = RowInputs(chunk.logits, teacher.logits(ws), chunk.bias, teacher.bias, labels, token_weight)
         divergence_rows(inputs, chunk.values, chunk.dlogits, self.options)
-
-    def shard_other_side(self, layout: TokenLayout, columns: int) -> tuple[TokenLayout, Operands, Tensor]:
-        """Return (layout, operands of the teacher's logits for this rank's rows and columns, a workspace for them)."""
-        terms, bias = self.teacher.operands(layout.selected, columns)
-        dtype = self.logits_dtype(self.teacher.dtype)
-        ws = workspace(layout.most_rows, columns, dtype, self.teacher.hidden.device)
-        return layout, Operands([(x, w.to(x.dtype)) for x, w in terms], bias), ws
-
-    def write_shard(self, chunk: ShardChunk) -> None:
-        layout, operands, ws = chunk.other_side
-        terms = [(layout.gather(x, chunk.span), w) for x, w in operands.terms]
-        teacher = Operands(terms, operands.bias).logits(ws)
-        labels, token_weight = (None if x is None else x[chunk.rows] for x in (self.labels, self.token_weight))
-        inputs = RowInputs(chunk.logits, teacher, chunk.bias, operands.bias, labels, token_weight)
-        shard = chunk.parallel
-        divergence_shard(inputs, shard.first, self.vocab, chunk.values, chunk.dlogits, self.options, shard)
 
     def weighted(self, factor: Tensor) -> "LinearPair":
         token_weight = factor if self.token_weight is None else factor * self.token_weight
@@ -140,9 +118,9 @@ class LinearPair(LinearLoss):
 
 
 def _loss(
-    rows: Rows, how: Execution, head: LinearHead, labels: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
-    teacher_bias: Tensor | None, teacher_low: Tensor | None, teacher_low_weight: Tensor | None,
-    teacher_dtype: torch.dtype, vocab: int, token_weight: Tensor | None, kinds: str, weights: Sequence[float],
+    rows: Rows, how: Execution, head: LinearHead, labels: Tensor | None, token_weight: Tensor | None,
+    teacher_hidden: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, teacher_low: Tensor | None,
+    teacher_low_weight: Tensor | None, teacher_dtype: torch.dtype, vocab: int, kinds: str, weights: Sequence[float],
     beta: float, alpha: float, teacher_share: float, ce_weight: float, temperature: float, label_smoothing: float,
     z_loss: float, scale_by_temperature_squared: bool, scale: float, softcap: float | None, teacher_scale: float,
     teacher_softcap: float | None, logits_dtype: torch.dtype | None,
@@ -154,12 +132,12 @@ def _loss(
         LogitTransform(teacher_scale, teacher_softcap), logits_dtype,
     )  # fmt: skip
     teacher = LinearHead(teacher_hidden, teacher_weight, teacher_bias, teacher_low, teacher_low_weight, teacher_dtype)
-    labels = None if labels is None else take(labels, rows).contiguous()
+    labels = None if labels is None else gather_rows(labels, rows).contiguous()
     weight = labelled_weight(token_weight, rows, head.hidden.dtype)
     return LinearPair(rows, vocab, how, teacher, labels, weight, options)
 
 
-_opaque_loss = opaque_loss("linear_divergence", _loss)
+_fused_loss = FusedLoss("linear_divergence", _loss)
 
 
 def linear_divergence(
@@ -208,7 +186,7 @@ def linear_divergence(
         alpha: in [0, 1), of the skewed KLs: the share of p in skew_kl's m, and of q in skew_reverse_kl's. At 0 they are
             the forward and the reverse KL.
         teacher_share: in [0, 1], the teacher's share in the logits that the student is compared with, see the top of
-            this file; the rest is the student's own. 1: the teacher alone. The result's fields at temperature 1 always
+            this file; the rest is the student's own. 1: only the teacher. The result's fields at temperature 1 always
             use the real teacher.
         parallel: how the rows of the student's head lie on the ranks of a group; see `linear_cross_entropy`.
         teacher_parallel: how those of the teacher's head lie, on the same group and in the same ranges of rows. Without
@@ -227,47 +205,32 @@ def linear_divergence(
     check_overwritten(overwrite_hidden, lora)
     weights = divergence_weights(kind, beta, alpha)
     vocab = min(_vocabulary(weight, parallel, vocab_size), _vocabulary(teacher_weight, teacher_parallel))
-    if parallel is not None or teacher_parallel is not None:
-        check_parallel(parallel, weight, overwrite_hidden)
-        check_teacher_shard(parallel, teacher_parallel, vocab, weight.shape[0], teacher_weight.shape[0])
-    if parallel is not None and teacher_parallel is None:
+    if parallel is None and teacher_parallel is not None:
+        raise ValueError("teacher_parallel needs parallel: with a whole student's head, gather the teacher's.")
+    if parallel is not None:
         held = weight.shape[0]
-        teacher_weight = parallel.slice_of(teacher_weight, held)
-        teacher_bias = None if teacher_bias is None else parallel.slice_of(teacher_bias, held)
-        teacher_lora = [x._replace(b=parallel.slice_of(x.b, held)) for x in adapters_of(teacher_lora)]
+        parallel.check(weight, overwrite_hidden)
+        if teacher_parallel is not None:
+            parallel.check_teacher(teacher_parallel, vocab, held, teacher_weight.shape[0])
+        else:
+            teacher_weight = parallel.slice_of(teacher_weight, held)
+            teacher_bias = None if teacher_bias is None else parallel.slice_of(teacher_bias, held)
+            teacher_lora = [x._replace(b=parallel.slice_of(x.b, held)) for x in adapters_of(teacher_lora)]
     if teacher_weight is weight and not weight.requires_grad:
         weight = teacher_weight = _cast_once(weight, hidden, teacher_hidden)
     head = LinearHead.of(hidden, weight, bias, lora)
     with torch.no_grad():
         teacher = LinearHead.of(teacher_hidden, teacher_weight, teacher_bias, teacher_lora).detached()
-    of_teacher: list[Any] = [*teacher.tensors, teacher.dtype, vocab]
-    scalars: list[Any] = [
-        " ".join(weights), [*weights.values()], beta, alpha, teacher_share, ce_weight, temperature, label_smoothing,
-        z_loss, scale_by_temperature_squared, scale, softcap, teacher_scale, teacher_softcap, logits_dtype,
+    arguments: list[Any] = [
+        *teacher.tensors, teacher.dtype, vocab, " ".join(weights), [*weights.values()], beta, alpha, teacher_share,
+        ce_weight, temperature, label_smoothing, z_loss, scale_by_temperature_squared, scale, softcap, teacher_scale,
+        teacher_softcap, logits_dtype,
     ]  # fmt: skip
-    arguments = [*of_teacher, token_weight, *scalars]
-    if parallel is not None:
-        selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
-        how = Execution(workspace_mb, accumulate_dtype)
-
-        def build(every: Rows, labels: Tensor | None, token_weight: Tensor | None) -> LinearPair:
-            return _loss(every, how, head, labels, *[*of_teacher, token_weight, *scalars])
-
-        gathered = sum(x.hidden.shape[1] * x.dtype.itemsize for x in (head, teacher))
-        value, per_token = parallel_loss(
-            parallel, head, selected, labels, token_weight, how, reduction, recompute,
-            head.dtype.itemsize + teacher.dtype.itemsize, gathered, build,
-        )  # fmt: skip
-    elif torch.compiler.is_compiling():
-        check_traceable(rows, recompute, overwrite_hidden)
-        value, per_token = _opaque_loss(
-            head, labels, num_items, ignore_index, workspace_mb, accumulate_dtype, arguments
-        )
-    else:
-        selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
-        how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
-        loss, function = _loss(selected, how, head, labels, *arguments), Recomputed if recompute else GradientsInForward
-        value, per_token = function.apply(loss, Needs.of(*head.tensors), reduction, head.dtype, *head.tensors)
+    value, per_token = _fused_loss(
+        head, labels, token_weight, arguments, rows=rows, num_items=num_items, ignore_index=ignore_index,
+        reduction=reduction, recompute=recompute, workspace_mb=workspace_mb, accumulate_dtype=accumulate_dtype,
+        overwrite_hidden=overwrite_hidden, parallel=parallel, teacher=teacher,
+    )  # fmt: skip
     return _named(value, per_token, kind, beta, alpha)
 
 

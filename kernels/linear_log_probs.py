@@ -1,4 +1,4 @@
-"""Log-probabilities of labels under a linear head, each with a gradient of its own, without the logits of the batch.
+"""Log-probabilities of labels under a linear head, each with its own gradient, without the logits of the batch.
 
     x = transform(hidden @ weight.T + bias + lora) / temperature          transform: scale, then softcap (_logits.py)
     log_prob = x[label] - lse      d log_prob / dx_j = [j = label] - q_j           lse = log sum_j e^x_j, q = softmax(x)
@@ -6,7 +6,7 @@
 
 Shapes    hidden: (N, H)  weight: (V, H)  labels: (N,) int64  bias: (V,)
 Method    What preference optimisation and reinforcement learning minimise is a function of these values, so each
-          token's upstream gradient is known in the backward only. The forward keeps the values alone; the backward
+          token's upstream gradient is known in the backward only. The forward keeps only the values; the backward
           computes each chunk's logits again, and one kernel turns them into their gradient in place. That makes four
           products. If only hidden needs a gradient (a frozen head, as with LoRA), the forward computes d log_prob /
           d hidden of each row, and the backward multiplies it by the row's upstream gradient: two products. A gradient
@@ -14,7 +14,7 @@ Method    What preference optimisation and reinforcement learning minimise is a 
 Numerics  as linear_cross_entropy.py. The frozen head's direction is rounded once to hidden's dtype, then multiplied.
 Traffic   per logit: 2 reads and 2 writes by the kernels and the first products, 2 reads by the other two
 Source    chunks and rows: linear_cross_entropy.py; gradients by recomputed tiles: TRL's ChunkedLogProbFunction;
-          mean logit without a pass of its own: label smoothing (Szegedy et al. 2016, arXiv:1512.00567)
+          mean logit without another pass: label smoothing (Szegedy et al. 2016, arXiv:1512.00567)
 """
 
 from dataclasses import dataclass, replace
@@ -24,19 +24,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import Needs, first_order, graph_is_kept, stats_dtype
-from ._chunking import Execution
-from ._compile import TAGS, check_traceable
+from ._autograd import NeededGradients, first_order, graph_is_kept, stats_dtype
 from ._cross_entropy_rows import FIELDS, CrossEntropyOptions, Targets, Tile, tile_gradient, whole_rows
-from ._fused_linear import LinearLoss, LogitChunk, check_labels, upstream_rows
-from ._head import Adapters, LinearHead, check_head, linear_reference, vocabulary
-from ._labelled_rows import RowSelection, all_rows, put, selected_rows, take
+from ._linear_head import (
+    Adapters,
+    LinearHead,
+    RowSelection,
+    all_rows,
+    check_head,
+    gather_rows,
+    linear_reference,
+    scatter_rows,
+    selected_rows,
+    vocabulary,
+)
+from ._linear_loss import TAGS, Execution, LinearLoss, LogitChunk, check_labels, check_traceable, upstream_rows
 from ._logits import LogitTransform, entropy_of, transform
 
 __all__ = ["LogProbs", "linear_log_probs", "linear_log_probs_reference", "stored_log_probs"]
 
 SMOOTHED = 0.5  # smoothing that makes the row kernel's loss hold the mean logit; a half costs no digit
-HIDDEN_ALONE = Needs(True, False, False)
+HIDDEN_ALONE = NeededGradients(True, False, False)
 
 
 class LogProbs(NamedTuple):
@@ -67,7 +75,7 @@ def linear_log_probs_reference(
 
 def stored_log_probs(
     logits: Tensor, labels: Tensor, ignore_index: int | None = -100, mean_logits: bool = False
-) -> LogProbs:  # fmt: skip
+) -> LogProbs:
     """Return the values of logits (N, V) that are there, in plain torch and in their dtype."""
     kept = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
     log_probs = F.log_softmax(logits, -1)
@@ -106,16 +114,21 @@ class LinearLogProbs(LinearLoss):
         for chunk in self.chunks(head, values, gradients):
             self.write_rows(chunk)
         chunk = None  # free the workspace before `finish` allocates
-        per_token = put(values.t(), self.rows, head.hidden.shape[0]).t()
+        per_token = scatter_rows(values.t(), self.rows, head.hidden.shape[0]).t()
         return per_token, None if gradients is None else gradients.finish()[0]
 
     def head_gradients(
-        self, head: LinearHead, needs: Needs, per_token: Tensor, log_prob: Tensor | None, entropy: Tensor | None
+        self,
+        head: LinearHead,
+        needs: NeededGradients,
+        per_token: Tensor,
+        log_prob: Tensor | None,
+        entropy: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the head's tensors. per_token: what `values` returned; others: (N,) upstream."""
-        values, count = take(per_token.t(), self.rows).t().contiguous(), self.rows.count
+        values, count = gather_rows(per_token.t(), self.rows).t().contiguous(), self.rows.count
         like = values.new_zeros(per_token.shape[1])
-        upstream = torch.cat([take(like if x is None else x, self.rows) for x in (log_prob, entropy)])
+        upstream = torch.cat([gather_rows(like if x is None else x, self.rows) for x in (log_prob, entropy)])
         upstream, largest = upstream_rows(upstream, 2 * count, head.dtype)
         factor, entropy_factor = upstream[:count].neg(), upstream[count:]
         gradients = self.gradients(head, needs, self.plan(head.dtype), 1.0, largest)
@@ -147,7 +160,7 @@ class TokenLogProbs(torch.autograd.Function):
     """(log_prob, entropy, is_top1, mean_logit) of `LinearLogProbs`; see the top of this file."""
 
     @staticmethod
-    def forward(ctx, values: LinearLogProbs, needs: Needs, dtype: torch.dtype, *tensors):
+    def forward(ctx, values: LinearLogProbs, needs: NeededGradients, dtype: torch.dtype, *tensors):
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing in the backward
         with torch.autocast(tensors[0].device.type, enabled=False):
             per_token, direction = values.values(LinearHead(*tensors, dtype=dtype), needs == HIDDEN_ALONE)
@@ -222,7 +235,7 @@ def linear_log_probs(
         per_token = _opaque(*head.tensors, head.dtype, labels, ignore_index, *arguments)
         return _outputs(per_token, mean_logits)
     values = _values(head, labels, rows, ignore_index, *arguments)
-    return LogProbs(*TokenLogProbs.apply(values, Needs.of(*head.tensors), head.dtype, *head.tensors))
+    return LogProbs(*TokenLogProbs.apply(values, NeededGradients.of(*head.tensors), head.dtype, *head.tensors))
 
 
 def _values(
@@ -235,7 +248,7 @@ def _values(
     else:
         selected = selected_rows(head.hidden, labels, rows, None, ignore_index)
     options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, SMOOTHED if mean_logits else 0.0)
-    targets = Targets(take(labels, selected).contiguous())
+    targets = Targets(gather_rows(labels, selected).contiguous())
     return LinearLogProbs(selected, vocab, Execution(workspace_mb, accumulate_dtype), targets, options)
 
 
@@ -249,7 +262,7 @@ def _opaque(
     temperature: float, mean_logits: bool, vocab: int, workspace_mb: float | None,
     accumulate_dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    """Return the values (fields, N). `dtype` is that of the products: autocast is off when this runs."""
+    """Return the values (fields, N). `dtype`: of the products; autocast is off when this runs."""
     head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
     arguments = scale, softcap, temperature, mean_logits, vocab, workspace_mb, accumulate_dtype
     return _values(head, labels, None, ignore_index, *arguments).values(head, False)[0].contiguous()
@@ -271,7 +284,7 @@ def _opaque_backward(
     head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
     arguments = scale, softcap, temperature, mean_logits, vocab, workspace_mb, accumulate_dtype
     values = _values(head, labels, None, ignore_index, *arguments)
-    gradients = values.head_gradients(head, Needs(*needs), per_token, upstream[1], upstream[2])
+    gradients = values.head_gradients(head, NeededGradients(*needs), per_token, upstream[1], upstream[2])
     return tuple(hidden.new_empty(0) if x is None else x.contiguous() for x in gradients)  # pyright: ignore[reportReturnType]
 
 

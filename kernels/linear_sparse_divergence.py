@@ -1,6 +1,6 @@
 """Distillation of a linear head from a teacher that is known at K entries per token; no logits are stored.
 
-    s = transform(hidden @ weight.T + bias + lora) / T,  q = softmax(s)   student; lora: see _head.py
+    s = transform(hidden @ weight.T + bias + lora) / T,  q = softmax(s)   student; lora: see _linear_head.py
     p_k = exp(log_probs_k) for the token ids_k, k = 1..K                  teacher, from a cache
     P = sum p_k,  Q = sum q_k,  R = max(0, 1 - P)                         R: the mass that the cache leaves open
 
@@ -8,7 +8,7 @@
                                                                           (P + R) q_j - R q_j/(1 - Q)  else
     none    sum p_k (log p_k - log q_k)                            d/ds_j = P q_j - p_j, p_j = 0 beyond ids
     loss = sum over rows of w [T^2 D + ce_weight CE] / num_items,  CE at T = 1, w token_weight
-    other kinds, with the bucket: D(p, q) of the K + 1 outcomes, formulas in _coarse_divergences.py
+    other kinds, with the bucket: D(p, q) of the K + 1 outcomes, formulas in _sparse_rows.py
 
 Tails     The right one depends on where the entries come from.
           bucket: the teacher's likeliest K, or any other choice made without chance. The rest of the vocabulary counts
@@ -16,17 +16,17 @@ Tails     The right one depends on where the entries come from.
           with the rest lumped together: never above the full one, equal to it at K = V, and 0 for a student that equals
           its teacher.
           none: ids DRAWN from the teacher, log_probs = log(count / n) after n draws (or the logs of importance
-          weights). The expected gradient is then that of the full forward KL, and the loss estimates its
+          weights). The expected gradient is then the full forward KL's, and the loss estimates its
           cross-entropy part without bias; it subtracts the sample's own entropy, a constant. For the likeliest K it is
           biased: the optimum gives all other tokens probability 0.
           The likeliest K divided by their sum have that same optimum, so they are not offered.
 Kinds     With the bucket both sides are distributions over K + 1 outcomes, and any divergence of these is determined:
           a lower bound of the full one, as the forward KL is, and 0 for a student that equals its teacher. R is then at
           least 2^-24, since log-probabilities in fp32 tell no less, and a reverse KL would be infinite. Draws (tail
-          none) determine the forward KL alone.
+          none) determine only the forward KL.
 Shapes    hidden: (N, H)  weight: (V, H)  ids, log_probs: (N, K)  labels, token_weight: (N,)  bias: (V,)
 Method    as in linear_cross_entropy.py: three products, gradients in the forward. _sparse_rows.py computes the rows.
-Numerics  logits in the products' dtype; softmax and sums in fp32. 1 - Q is a sum over the rest alone, so log(1 - Q)
+Numerics  logits in the products' dtype; softmax and sums in fp32. 1 - Q is a sum over only the rest, so log(1 - Q)
           is right even if Q is 1 to rounding. A cache's rounding may bring P above 1: then R is 0, and value and
           gradient still follow the formula. If ids cover the whole vocabulary there is no rest, and R is 0.
 Traffic   per logit as in linear_cross_entropy.py; per row K ids and log-probabilities more
@@ -42,13 +42,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._autograd import Needs
-from ._chunking import Execution
-from ._compile import check_traceable, opaque_loss
 from ._divergence_reference import divergence_of, named_terms
-from ._fused_linear import GradientsInForward, LinearLoss, LogitChunk, Recomputed, check_execution, check_labels
-from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference, vocabulary
-from ._labelled_rows import Rows, RowSelection, labelled_weight, selected_rows, take, token_count
+from ._linear_head import (
+    Adapters,
+    LinearHead,
+    Lora,
+    Rows,
+    RowSelection,
+    check_head,
+    check_overwritten,
+    gather_rows,
+    labelled_weight,
+    linear_reference,
+    token_count,
+    vocabulary,
+)
+from ._linear_loss import (
+    Execution,
+    FusedLoss,
+    LinearLoss,
+    LogitChunk,
+    check_execution,
+    check_labels,
+)
 from ._logits import LogitTransform, entropy_of, transform
 from ._sparse_rows import FIELDS, LEAST_REST, TERMS, SparseOptions, SparseTargets, sparse_rows
 from .divergence_kinds import ROW_KINDS, divergence_weights
@@ -73,7 +89,7 @@ class LinearSparseDivergence(NamedTuple):
     entropy: Tensor  # (N,) the student's entropy, at temperature 1
     is_top1: Tensor  # (N,) bool, whether the student finds no token likelier than the label
     teacher_mass: Tensor  # (N,) P, the teacher's probability that the K entries cover
-    agrees: Tensor  # (N,) bool, whether the student finds no token likelier than that of top_ids
+    agrees: Tensor  # (N,) bool, whether the student finds no token likelier than the one of top_ids
     # {name: (N,)} of each kind in `kind`, without its weight, at the loss's temperature, times T^2 if the loss is.
     terms: dict[str, Tensor]
 
@@ -179,8 +195,8 @@ class LinearSparse(LinearLoss):
 
 
 def _loss(
-    rows: Rows, how: Execution, head: LinearHead, labels: Tensor | None, ids: Tensor, log_probs: Tensor,
-    token_weight: Tensor | None, top_ids: Tensor | None, vocab: int, tail: str, scale: float, softcap: float | None,
+    rows: Rows, how: Execution, head: LinearHead, labels: Tensor | None, token_weight: Tensor | None, ids: Tensor,
+    log_probs: Tensor, top_ids: Tensor | None, vocab: int, tail: str, scale: float, softcap: float | None,
     temperature: float, ce_weight: float, scale_by_temperature_squared: bool, kinds: str, weights: list[float],
     beta: float, alpha: float,
 ) -> LinearSparse:  # fmt: skip
@@ -190,15 +206,15 @@ def _loss(
         dict(zip(kinds.split(), weights, strict=True)), beta, alpha,
     )  # fmt: skip
     targets = SparseTargets(
-        take(ids, rows).contiguous(), take(log_probs, rows).contiguous(),
-        None if labels is None else take(labels, rows).contiguous(),
+        gather_rows(ids, rows).contiguous(), gather_rows(log_probs, rows).contiguous(),
+        None if labels is None else gather_rows(labels, rows).contiguous(),
         labelled_weight(token_weight, rows, head.hidden.dtype),
-        None if top_ids is None else take(top_ids, rows).contiguous(),
+        None if top_ids is None else gather_rows(top_ids, rows).contiguous(),
     )  # fmt: skip
     return LinearSparse(rows, vocab, how, targets, options)
 
 
-_opaque_loss = opaque_loss("linear_sparse_divergence", _loss)
+_fused_loss = FusedLoss("linear_sparse_divergence", _loss)
 
 
 def linear_sparse_divergence(
@@ -226,7 +242,7 @@ def linear_sparse_divergence(
         tail: "bucket" for the likeliest K, with the rest of the vocabulary as one more outcome; "none" for ids drawn
             from the teacher, with log_probs = log(count / draws). "none" is biased for the likeliest K.
         kind: one of KINDS, or several with weights, as for `linear_divergence`. With tail "none" the forward KL is the
-            only one that a sparse teacher determines. "adaptive_kl" takes a few passes in torch, on a GPU too.
+            only one that a sparse teacher determines.
         beta, alpha: of the JSD and of the skewed KLs, as for `linear_divergence`.
         labels: (N,) int64. Rows with ignore_index take no part in either loss. Without labels, every row does.
         ce_weight: weight of the cross-entropy against labels, at temperature 1.
@@ -256,19 +272,14 @@ def linear_sparse_divergence(
     check_overwritten(overwrite_hidden, lora)
     vocab, head = vocabulary(weight, vocab_size), LinearHead.of(hidden, weight, bias, lora)
     arguments = (
-        ids, log_probs.detach(), token_weight, top_ids, vocab, tail, scale, softcap, temperature, ce_weight,
+        ids, log_probs.detach(), top_ids, vocab, tail, scale, softcap, temperature, ce_weight,
         scale_by_temperature_squared, " ".join(weights), [*weights.values()], beta, alpha,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
-        check_traceable(rows, recompute, overwrite_hidden)
-        value, per_token = _opaque_loss(
-            head, labels, num_items, ignore_index, workspace_mb, accumulate_dtype, arguments
-        )
-    else:
-        selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
-        how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
-        loss, function = _loss(selected, how, head, labels, *arguments), Recomputed if recompute else GradientsInForward
-        value, per_token = function.apply(loss, Needs.of(*head.tensors), reduction, head.dtype, *head.tensors)
+    value, per_token = _fused_loss(
+        head, labels, token_weight, arguments, rows=rows, num_items=num_items, ignore_index=ignore_index,
+        reduction=reduction, recompute=recompute, workspace_mb=workspace_mb, accumulate_dtype=accumulate_dtype,
+        overwrite_hidden=overwrite_hidden,
+    )  # fmt: skip
     return _named(value, per_token, kind, beta, alpha)
 
 

@@ -1,6 +1,6 @@
 """Universal logit distillation of a linear head from a teacher with another vocabulary; no logits are stored.
 
-    s = transform(hidden @ weight.T + bias + lora) / T,  q = softmax(s)   student; lora: see _head.py
+    s = transform(hidden @ weight.T + bias + lora) / T,  q = softmax(s)   student; lora: see _linear_head.py
     t = the same for the teacher,                        p = softmax(t)   teacher, at the aligned position
 
     uld  sum_i |sort(q)_i - sort(p)_i|, both descending, the shorter one padded with zeros
@@ -26,17 +26,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._autograd import Needs
-from ._chunking import Execution, workspace
-from ._compile import check_traceable, opaque_loss
-from ._fused_linear import GradientsInForward, LinearLoss, LogitChunk, Recomputed, check_execution, check_labels
-from ._head import Adapters, LinearHead, Lora, Operands, check_head, check_overwritten, linear_reference, vocabulary
-from ._labelled_rows import Rows, RowSelection, labelled_weight, selected_rows, take, token_count
+from ._linear_head import (
+    Adapters,
+    LinearHead,
+    Lora,
+    Operands,
+    Rows,
+    RowSelection,
+    check_head,
+    check_overwritten,
+    gather_rows,
+    labelled_weight,
+    linear_reference,
+    token_count,
+    vocabulary,
+)
+from ._linear_loss import (
+    Execution,
+    FusedLoss,
+    LinearLoss,
+    LogitChunk,
+    check_execution,
+    check_labels,
+    workspace,
+)
 from ._logits import LogitTransform, check_scalars, entropy_of, transform
 
 __all__ = ["LinearUld", "Lora", "linear_uld", "linear_uld_reference", "uld_reference"]
 
-SORTED_BYTES = 2**28  # that sorting may take beside the workspace
+SORTED_BYTES = 2**28  # that sorting may take besides the workspace
 BYTES_A_NUMBER = 48  # sorted probabilities of both sides, their places and differences, and torch.sort's own memory
 FIELDS = ("loss", "uld", "log_prob", "entropy", "is_top1")
 
@@ -204,7 +222,7 @@ class UldPair(LinearLoss):
 
     fields = FIELDS
 
-    def other_side(self, rows: int) -> tuple[Operands, Tensor]:
+    def chunk_state(self, rows: int) -> tuple[Operands, Tensor]:
         """Return (operands of the teacher's logits, a workspace for a chunk of them)."""
         columns = slice(0, self.teacher_vocab)
         operands = self.teacher.operands(self.partners, self.teacher_vocab).part(slice(None), columns)
@@ -212,7 +230,7 @@ class UldPair(LinearLoss):
 
     def write_rows(self, chunk: LogitChunk) -> None:
         """Write a few rows at a time, so that sorting takes at most SORTED_BYTES."""
-        operands, ws = chunk.other_side
+        operands, ws = chunk.chunk_state
         teacher = operands.part(chunk.rows, slice(0, self.teacher_vocab))
         by_row = (None if x is None else x[chunk.rows] for x in (self.labels, self.aligned, self.token_weight))
         both = LogitPair(chunk.logits, teacher.logits(ws), chunk.bias, teacher.bias, *by_row)
@@ -230,11 +248,12 @@ class UldPair(LinearLoss):
 
 
 def _loss(
-    rows: Rows, how: Execution, head: LinearHead, labels: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
-    teacher_bias: Tensor | None, teacher_low: Tensor | None, teacher_low_weight: Tensor | None,
-    teacher_dtype: torch.dtype, partners: Tensor | None, token_weight: Tensor | None, vocab: int, teacher_vocab: int,
-    uld_weight: float, ce_weight: float, temperature: float, label_smoothing: float, scale_by_temperature_squared: bool,
-    scale: float, softcap: float | None, teacher_scale: float, teacher_softcap: float | None,
+    rows: Rows, how: Execution, head: LinearHead, labels: Tensor | None, token_weight: Tensor | None,
+    teacher_hidden: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, teacher_low: Tensor | None,
+    teacher_low_weight: Tensor | None, teacher_dtype: torch.dtype, partners: Tensor | None, vocab: int,
+    teacher_vocab: int, uld_weight: float, ce_weight: float, temperature: float, label_smoothing: float,
+    scale_by_temperature_squared: bool, scale: float, softcap: float | None, teacher_scale: float,
+    teacher_softcap: float | None,
 ) -> UldPair:  # fmt: skip
     options = UldOptions(
         uld_weight, ce_weight, temperature, label_smoothing, scale_by_temperature_squared,
@@ -243,15 +262,15 @@ def _loss(
     teacher = LinearHead(teacher_hidden, teacher_weight, teacher_bias, teacher_low, teacher_low_weight, teacher_dtype)
     aligned, teacher_rows = None, rows
     if partners is not None:
-        partners = take(partners, rows)
+        partners = gather_rows(partners, rows)
         aligned = partners >= 0
         teacher_rows = Rows(partners.clamp(min=0), rows.count, rows.num_items)
-    labels = None if labels is None else take(labels, rows).contiguous()
+    labels = None if labels is None else gather_rows(labels, rows).contiguous()
     weight = labelled_weight(token_weight, rows, head.hidden.dtype)
     return UldPair(rows, vocab, how, teacher, teacher_vocab, teacher_rows, aligned, labels, weight, options)
 
 
-_opaque_loss = opaque_loss("linear_uld", _loss)
+_fused_loss = FusedLoss("linear_uld", _loss)
 
 
 def linear_uld(
@@ -288,7 +307,7 @@ def linear_uld(
         scale_by_temperature_squared: multiply the distance, value and gradient, by temperature^2.
         token_weight, reduction, rows, recompute, accumulate_dtype, overwrite_hidden: see `linear_divergence`.
         vocab_size, teacher_vocab_size: the real vocabularies, if a head is padded beyond its own.
-        workspace_mb: MiB for both chunks of logits. Sorting takes up to 256 MiB beside them.
+        workspace_mb: MiB for both chunks of logits. Sorting takes up to 256 MiB more.
         lora, teacher_lora: low-rank additions to each head, see `linear_cross_entropy`.
 
     Returns:
@@ -308,19 +327,14 @@ def linear_uld(
     with torch.no_grad():
         teacher = LinearHead.of(teacher_hidden, teacher_weight, teacher_bias, teacher_lora).detached()
     arguments: list[Any] = [
-        *teacher.tensors, teacher.dtype, partners, token_weight, vocab, teacher_vocab, uld_weight, ce_weight,
-        temperature, label_smoothing, scale_by_temperature_squared, scale, softcap, teacher_scale, teacher_softcap,
+        *teacher.tensors, teacher.dtype, partners, vocab, teacher_vocab, uld_weight, ce_weight, temperature,
+        label_smoothing, scale_by_temperature_squared, scale, softcap, teacher_scale, teacher_softcap,
     ]  # fmt: skip
-    if torch.compiler.is_compiling():
-        check_traceable(rows, recompute, overwrite_hidden)
-        value, per_token = _opaque_loss(
-            head, labels, num_items, ignore_index, workspace_mb, accumulate_dtype, arguments
-        )
-    else:
-        selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
-        how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
-        loss, function = _loss(selected, how, head, labels, *arguments), Recomputed if recompute else GradientsInForward
-        value, per_token = function.apply(loss, Needs.of(*head.tensors), reduction, head.dtype, *head.tensors)
+    value, per_token = _fused_loss(
+        head, labels, token_weight, arguments, rows=rows, num_items=num_items, ignore_index=ignore_index,
+        reduction=reduction, recompute=recompute, workspace_mb=workspace_mb, accumulate_dtype=accumulate_dtype,
+        overwrite_hidden=overwrite_hidden,
+    )  # fmt: skip
     return _named(value, per_token)
 
 

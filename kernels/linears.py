@@ -3,9 +3,9 @@
 Shapes    x: (..., K)  weight: (O_i, K)  bias: (O_i,)  y_i: (..., O_i)
 Method    dx = sum_i dy_i W_i is one tensor, to which each product adds its part (addmm_): autograd would make one for
           each layer, and add them afterwards. W_i is saved as it is; under autocast it is cast again in the backward.
-          An x that a norm has made is made again there (_made_again.py).
+          An x that a norm has made is made again there (_autograd.py).
 Numerics  a product adds to dx in fp32, so each part but the first is rounded once, where autograd rounds it twice
-Traffic   beside the products: one read of dx for each layer but the first, where autograd's sum takes 3 reads and
+Traffic   besides the products: one read of dx for each layer but the first, where autograd's sum takes 3 reads and
           2 writes
 Source    accumulation by beta of GEMM: Dongarra et al. 1990, ACM TOMS 16; sharing an input: lora_linears.py
 """
@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import check_dtypes, first_order
-from ._made_again import source_of
+from ._autograd import check_dtypes, first_order, saved_or_recomputed
 
 
 def linears_reference(
@@ -34,14 +33,14 @@ class LinearsFunction(torch.autograd.Function):
         weights, biases = tensors[:count], tensors[count:]
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         uncast, x = x, as_computed(x)
-        source = source_of(uncast, x)
+        source = saved_or_recomputed(uncast, x)
         ctx.make = source.make
         ctx.save_for_backward(*weights, *source.tensors)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an output without a gradient stays None, and has no product
         outputs = products(x, weights, biases)
         need_x, _, *needs = ctx.needs_input_grad
         if not need_x:
-            frozen = [not (needs[i] or needs[count + i]) for i in range(count)]
+            frozen = [not (needs[i] or needs[count + i]) for i in range(count)]  # its weight and its bias
             ctx.mark_non_differentiable(*(y for y, is_frozen in zip(outputs, frozen, strict=True) if is_frozen))
         return outputs
 
@@ -77,13 +76,11 @@ def input_gradient(rows: Sequence[Tensor | None], weights: Sequence[Tensor]) -> 
     for dy, weight in zip(rows, weights, strict=True):
         if dy is not None:
             weight = weight.to(dy.dtype)
-            dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
+            dx = dy @ weight if dx is None else dx.addmm_(dy, weight)  # in place: no tensor for each layer
     return dx
 
 
-def weight_gradients(
-    rows: Sequence[Tensor | None], x: Tensor | None, needs: Sequence[bool]
-) -> list[Tensor | None]:  # fmt: skip
+def weight_gradients(rows: Sequence[Tensor | None], x: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
     """Return dW_i of dy_i (N, O_i) and x (N, K), where needed. Autograd casts it to the weight's dtype."""
     return [None if dy is None or x is None or not need else dy.t() @ x for dy, need in zip(rows, needs, strict=True)]
 

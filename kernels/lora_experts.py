@@ -10,12 +10,18 @@ Method    The pairs of token and expert are sorted by expert. Base and adapters 
           The forward keeps x, the packed gate_up(x) and two matrices of the rank. The kernel of the gate makes its
           output again in the backward, over its gradient, and the gradient of gate_up(x) over gate_up(x), unless the
           graph is kept. The router's gradient needs no down(h): dy . down(h) = (dy W) . h.
+Rows      Four functions compute on rows s that are sorted by expert, `ends` (E,) int32 saying where each expert's end:
+          grouped   y_s = x_s M_e              outer    G_e = sum over the rows s of e of x_s^T y_s
+          add       y_s += t_s B_e^T + bias_e  combine  out_n = sum_k w_nk y_(place_nk)
+          bf16 products on a GPU are torch's grouped product, which reads `ends` on the device, so that the host never
+          waits. Others run one after the other. `add` goes tile by tile: a program finds its tile's expert from `ends`.
 Numerics  in the dtype of the base weights, as transformers' grouped product: the adapters are cast to it. The gate is
           fp32 inside and rounded once; so is the sum over k.
+Traffic   add: 1 read and 1 write of S N; combine: 1 read of S H and 1 write of N H
 Source    Hu et al. 2021, arXiv:2106.09685; Gale et al. 2022, arXiv:2211.15841
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,8 +31,170 @@ from torch import Tensor
 
 from ._autograd import check_dtypes, first_order, graph_is_kept
 from ._gated import ACTIVATIONS, runs_plain
-from ._grouped import add, combine, grouped, multiple_of_8, outer
 from ._packed_gate import LAYOUTS, Gate, backward, forward, gate_reference
+from ._triton import Launch, remembered, tl, triton, use_triton
+from ._tuning import SHAPES
+
+ROWS, COLUMNS, WARPS = SHAPES.EXPERTS_ADD  # the tile of `add`
+COMBINED = SHAPES.EXPERTS_COMBINE  # columns of a program of `combine`
+
+
+def multiple_of_8(n: int) -> int:
+    return -(-n // 8) * 8
+
+
+def _runs_grouped(x: Tensor, y: Tensor, *sizes: int) -> bool:
+    """Whether torch's grouped product takes these: bf16 on a GPU since Ampere, sizes that 8 divides (16 bytes)."""
+    if not x.is_cuda or torch.version.hip or not hasattr(F, "grouped_mm") or not len(x):
+        return False
+    if torch.cuda.get_device_capability(x.device) < (8, 0):  # torch's grouped product needs bf16 tensor cores
+        return False
+    return x.dtype == y.dtype == torch.bfloat16 and not any(size % 8 for size in sizes)
+
+
+def _spans(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield each expert that has rows, with its rows. The host waits for `ends`."""
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            yield expert, slice(start, end)
+        start = end
+
+
+def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Return x_s M_e. matrices: (E, K, N), of any strides, in x's dtype."""
+    if _runs_grouped(x, matrices, *matrices.shape[1:]):
+        return F.grouped_mm(x, matrices, offs=ends)
+    out = x.new_empty(len(x), matrices.shape[2])
+    for expert, rows in _spans(ends):
+        torch.mm(x[rows], matrices[expert], out=out[rows])
+    return out
+
+
+def outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    """Return (E, K, N): x^T y over the rows of each expert, 0 for one without rows."""
+    if _runs_grouped(x, y, x.shape[1], y.shape[1]):
+        out = F.grouped_mm(x.t(), y, offs=ends)
+        # torch leaves the memory of experts without rows as it was.
+        empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+        return out.masked_fill_(empty[:, None, None], 0)
+    out = x.new_zeros(len(ends), x.shape[1], y.shape[1])
+    for expert, rows in _spans(ends):
+        torch.mm(x[rows].t(), y[rows], out=out[expert])
+    return out
+
+
+@triton.jit
+def _add_kernel(
+    y_ptr, t_ptr, b_ptr, bias_ptr, ends_ptr, N, R, E, stride_expert, stride_row, stride_rank,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(N, COLUMNS)
+    tile, cols = tl.program_id(0) // blocks, (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    # Every program works out by itself which tile it has: how many tiles an expert has is known only on the device.
+    experts = tl.arange(0, EXPERTS)
+    end = tl.load(ends_ptr + experts, mask=experts < E, other=0)
+    begin = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < E), other=0)
+    tiles = (end - begin + ROWS - 1) // ROWS
+    upto = tl.cumsum(tiles, 0)  # tiles of the experts up to each
+    mine = (tile >= upto - tiles) & (tile < upto)  # at most one expert's
+    expert = tl.sum(tl.where(mine, experts, 0), 0).to(tl.int64)
+    stop = tl.sum(tl.where(mine, end, 0), 0)  # a sum with one term picks it
+    first = tl.sum(tl.where(mine, begin + (tile - (upto - tiles)) * ROWS, 0), 0)
+    rows = (first + tl.arange(0, ROWS)).to(tl.int64)
+    mask = (rows[:, None] < stop) & (cols[None, :] < N)
+    at = y_ptr + rows[:, None] * N + cols[None, :]  # a program without a tile has stop = 0, and writes nothing
+    y = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if t_ptr is not None:
+        ranks = tl.arange(0, RANK)
+        t = tl.load(
+            t_ptr + rows[:, None] * R + ranks[None, :], mask=(rows[:, None] < stop) & (ranks[None, :] < R), other=0.0
+        )
+        b = tl.load(
+            b_ptr + expert * stride_expert + cols[None, :] * stride_row + ranks[:, None] * stride_rank,
+            mask=(cols[None, :] < N) & (ranks[:, None] < R), other=0.0,
+        )  # fmt: skip
+        y += tl.dot(t, b, input_precision="ieee")
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + expert * N + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(at, y, mask=mask)
+
+
+@remembered
+def _add_launch(rows: int, N: int, R: int, E: int, strides: tuple[int, int, int], tile: tuple[int, int, int]) -> Launch:
+    height, width, warps = tile
+    grid = ((-(-rows // height) + E) * -(-N // width),)  # each expert may leave one tile unfinished
+    return Launch(
+        _add_kernel, grid, N, R, E, *strides, ROWS=height, COLUMNS=width,
+        RANK=max(16, triton.next_power_of_2(R)), EXPERTS=triton.next_power_of_2(E), num_warps=warps,
+    )  # fmt: skip
+
+
+def add(y: Tensor, t: Tensor | None, b: Tensor | None, bias: Tensor | None, ends: Tensor) -> Tensor:
+    """Add t_s B_e^T and bias_e to y in place, and return y.
+
+    Args:
+        y: (S, N), contiguous.
+        t: (S, R), contiguous, in y's dtype, or None to add only the bias.
+        b: (E, N, R), of any strides, or None as t.
+        bias: (E, N) or None.
+    """
+    if not len(y) or (t is None and bias is None):
+        return y
+    if use_triton(y):
+        R, strides = (0, (0, 0, 0)) if t is None or b is None else (t.shape[1], b.stride())
+        bias = None if bias is None else bias.contiguous()
+        _add_launch(*y.shape, R, len(ends), strides, (ROWS, COLUMNS, WARPS))(y, t, b, bias, ends)
+        return y
+    for expert, rows in _spans(ends):
+        if t is not None and b is not None:
+            y[rows].addmm_(t[rows], b[expert].t())
+        if bias is not None:
+            y[rows] += bias[expert]
+    return y
+
+
+@triton.jit
+def _combine_kernel(y_ptr, place_ptr, weight_ptr, ends_ptr, out_ptr, H, E, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    blocks, stop = tl.cdiv(H, BLOCK), tl.load(ends_ptr + E - 1)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(TOP):
+        row = tl.load(place_ptr + token * TOP + k).to(tl.int64)
+        # Rows from `stop` on are of no expert: their memory was never written.
+        y = tl.load(y_ptr + row * H + cols, mask=cols < tl.where(row < stop, H, 0), other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            y *= tl.load(weight_ptr + token * TOP + k).to(tl.float32)
+        total += y
+    tl.store(out_ptr + token * H + cols, total, mask=cols < H)
+
+
+@remembered
+def _combine_launch(tokens: int, H: int, E: int, top: int, width: int) -> Launch:
+    block = min(width, triton.next_power_of_2(H))
+    return Launch(_combine_kernel, (tokens * -(-H // block),), H, E, TOP=top, BLOCK=block, num_warps=4)
+
+
+def combine(y: Tensor, place: Tensor, weights: Tensor | None, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (N, H): each token's sum over its rows of y, weighted if `weights` are given.
+
+    Args:
+        y: (S, H), contiguous; rows from ends[-1] on belong to no expert, and count as 0.
+        place: (N, top) int64, where each token's rows are.
+        weights: (N, top) or None.
+    """
+    tokens, top = place.shape
+    if use_triton(y):
+        out = y.new_empty(tokens, y.shape[1], dtype=dtype)
+        if out.numel():
+            weights = None if weights is None else weights.contiguous()
+            _combine_launch(tokens, y.shape[1], len(ends), top, COMBINED)(y, place, weights, ends, out)
+        return out
+    wide = torch.promote_types(y.dtype, torch.float32)
+    rows = y[place].to(wide).where((place < ends[-1]).unsqueeze(-1), 0)
+    return (rows if weights is None else rows * weights.to(wide).unsqueeze(-1)).sum(1).to(dtype)
+
 
 SILU = Gate()
 
@@ -61,6 +229,7 @@ class _Low(NamedTuple):
     def of(cls, layer: StackedProjection, dtype: torch.dtype) -> "_Low":
         if layer.a is None or layer.b is None:
             return cls(None, None)
+        # grouped products read 16 bytes at a time
         missing = multiple_of_8(layer.a.shape[1]) - layer.a.shape[1] if dtype == torch.bfloat16 else 0
         a, b = _cast(layer.a, dtype), _cast(layer.b, dtype)
         return cls(F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else cls(a, b)
@@ -82,17 +251,18 @@ class _Order(NamedTuple):
 
     @classmethod
     def of(cls, index: Tensor, experts: int) -> "_Order":
+        # stable: the same order, and so the same sums, every time
         ids, pair = torch.sort(index.flatten().to(torch.int32), stable=True)
         place = torch.empty_like(pair).scatter_(0, pair, torch.arange(len(pair), device=pair.device))
+        # One search counts the rows of every expert; `bincount` would make the host wait.
         last = torch.arange(experts, dtype=torch.int32, device=ids.device)
         ends = torch.searchsorted(ids, last, right=True, out_int32=True)
         return cls(pair // max(index.shape[1], 1), pair, place.view(index.shape), ends)
 
 
 def lora_experts_reference(
-    x: Tensor, index: Tensor, weights: Tensor, gate_up: StackedProjection, down: StackedProjection, *,
-    gate: Gate = SILU,
-) -> Tensor:  # fmt: skip
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: StackedProjection, down: StackedProjection, *, gate: Gate = SILU
+) -> Tensor:
     """Compute `lora_experts` in plain torch, expert by expert."""
     first, last = gate_up.dense(), down.dense()
     dtype, wide = first.dtype, torch.promote_types(first.dtype, torch.float32)
@@ -121,7 +291,7 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None, low: _Low, ends: Te
 
 
 def _input_gradient(dy: Tensor, weight: Tensor, low: _Low, ends: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return (the gradient of the layer's input, dy B, which is that of x A^T)."""
+    """Return (the gradient of the layer's input, dy B, which is the gradient of x A^T)."""
     dx = grouped(dy, weight, ends)
     if low.a is None or low.b is None:
         return dx, None
@@ -153,11 +323,12 @@ class LoraExpertsFunction(torch.autograd.Function):
         gate_up, down = ctx.layers
         dy = dy.to(packed.dtype)
         dys = dy.index_select(0, order.token)  # not weighted yet: dw needs it so
-        factors = weights.flatten()[order.pair]
+        factors = weights.flatten()[order.pair]  # (S,), of the sorted rows
         dh, du = _input_gradient(dys, down.dense(), low_down, order.ends)
         keeps = graph_is_kept()
+        # the graph is kept: another backward will read `packed`
         dpacked = torch.empty_like(packed) if keeps else packed
-        h = dh if need_low[2] else None
+        h = dh if need_low[2] else None  # written over dh, by threads that have read it
         dw_rows = backward(dh, packed, None, ctx.gate, dpacked, None, factors, h)
         da2, db2 = _adapter_gradients(du, h, dys, u, factors, order.ends, need_low[2:])
         del dys, dh, h
@@ -211,9 +382,8 @@ def _fitted(gradient: Tensor | None, parameter: tuple[torch.Size, torch.dtype] |
 
 
 def lora_experts(
-    x: Tensor, index: Tensor, weights: Tensor, gate_up: StackedProjection, down: StackedProjection, *,
-    gate: Gate = SILU,
-) -> Tensor:  # fmt: skip
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: StackedProjection, down: StackedProjection, *, gate: Gate = SILU
+) -> Tensor:
     """Compute each token's weighted sum over its experts, which are frozen, with or without LoRA adapters.
 
     Differentiable once, in x, weights and the adapters. bf16 experts on a GPU are grouped products, and the host never

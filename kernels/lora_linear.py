@@ -5,7 +5,7 @@ Method    The base product writes y, and a second product for each adapter adds 
           y's size, and no elementwise pass. The forward saves x, which layers that read the same x share, and x A^T
           (N, r). The backward computes no gradient of W, and adds the adapters' part of dx in place too.
 Numerics  see _low_rank.py
-Traffic   beside the base products, per adapter: forward 1 read of x, 1 read and 1 write of y; backward 2 reads of dy,
+Traffic   besides the base products, per adapter: forward 1 read of x, 1 read and 1 write of y; backward 2 reads of dy,
           1 read of x, 1 read and 1 write of dx
 Source    Hu et al. 2021, arXiv:2106.09685
 """
@@ -16,20 +16,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import check_dtypes, first_order
-from ._low_rank import Adapter, Numerics, Projection, as_matrix, check_projection
-from ._made_again import source_of
-from ._projections import (
+from ._autograd import check_dtypes, first_order, saved_or_recomputed
+from ._low_rank import (
+    Adapter,
     Masks,
+    Numerics,
+    Projection,
     a_gradients,
     adapters_of,
+    as_matrix,
+    check_projection,
     input_gradient,
     layout_of,
     project,
     rank_gradients,
     restored,
     stacked,
-)  # fmt: skip
+)
 
 
 def lora_linear_reference(
@@ -40,6 +43,7 @@ def lora_linear_reference(
 
     Its dropout is torch's, with other masks than the op's.
     """
+    # The base's dtype is the result's, however wide the adapters are.
     base = y = F.linear(x, weight if unpack is None else unpack(weight).to(x.dtype), bias)
     for a, b, scale, dropout in adapters:
         y = y + F.linear(F.linear(F.dropout(x.to(a.dtype), dropout), a), b) * scale
@@ -67,7 +71,7 @@ class LoraLinearFunction(torch.autograd.Function):
         (stack,) = stacked([projections], numerics)
         outputs, values = project(as_matrix(x, numerics.compute), stack, masks, numerics)
         ctx.layout, ctx.numerics, ctx.shape = layout_of(stack), numerics, x.shape
-        source = source_of(x, x)  # not a copy in another dtype: other layers save the same one
+        source = saved_or_recomputed(x, x)  # not a copy in another dtype: other layers save the same one
         ctx.make, ctx.sources = source.make, len(source.tensors)
         ctx.save_for_backward(*source.tensors, values, masks.seed, *stack.tensors)
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
@@ -83,7 +87,7 @@ class LoraLinearFunction(torch.autograd.Function):
         g, dbs = rank_gradients(dys, values, stack, needs[1::2], need_x or any(needs[::2]), numerics)
         dx = input_gradient(dys, stack, numerics) if need_x else None
         flat = as_matrix(ctx.make(*sources), numerics.compute) if any(needs[::2]) else None
-        das = a_gradients(g, flat, dx, stack, Masks(seed), numerics)
+        das = a_gradients(g, flat, dx, stack, Masks(seed), numerics)  # also adds the adapters' part to dx
         return None if dx is None else dx.view(ctx.shape), None, *interleaved(das, dbs, needs)
 
 

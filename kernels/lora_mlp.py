@@ -8,7 +8,7 @@ Method    Each of gate, up and down is the layer of lora_linear.py. The forward 
           and up(x) are not saved either: the backward makes them again from x, with the same dropout masks, in two
           products more.
 Numerics  as lora_linear and gated_linear: h in the product's dtype, from fp32, rounded once
-Traffic   beside the products: forward 2 reads and 1 write of N I elements, backward 3 reads and 3 writes
+Traffic   besides the products: forward 2 reads and 1 write of N I elements, backward 3 reads and 3 writes
 Source    Hu et al. 2021, arXiv:2106.09685; Shazeer 2020, arXiv:2002.05202; Chen et al. 2016, arXiv:1604.06174
 """
 
@@ -17,15 +17,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._autograd import check_dtypes, first_order, graph_is_kept
+from ._autograd import check_dtypes, first_order, graph_is_kept, saved_or_recomputed
 from ._gated import ACTIVATIONS, backward, forward, gated_reference, halves, runs_plain
-from ._low_rank import Numerics, Projection, as_matrix, check_projection
-from ._made_again import source_of
-from ._projections import (
+from ._low_rank import (
     Masks,
+    Numerics,
+    Projection,
     Stack,
     a_gradients,
     adapters_of,
+    as_matrix,
+    check_projection,
     input_gradient,
     layout_of,
     project,
@@ -33,7 +35,7 @@ from ._projections import (
     restored,
     stacked,
     with_biases,
-)  # fmt: skip
+)
 from .lora_linear import interleaved, leaves_of, lora_linear_reference
 
 
@@ -61,7 +63,8 @@ class LoraMLPFunction(torch.autograd.Function):
         h = forward(*_halves(hidden), activation, numerics.compute)
         (y,), h_values = project(h, down, masks.after(first), numerics)
         ctx.layouts, ctx.numerics, ctx.activation = (layout_of(first), layout_of(down)), numerics, activation
-        source, ctx.remake = source_of(x, flat), remake
+        source, ctx.remake = saved_or_recomputed(x, flat), remake
+        # remake: biases are enough to compute gate(x) and up(x) again, from what x is saved as.
         kept = [p.bias for p in first.projections] if remake else [*hidden, values]
         ctx.make, ctx.sources, ctx.kept = source.make, len(source.tensors), len(kept)
         ctx.save_for_backward(*source.tensors, *kept, h_values, masks.seed, *first.tensors, *down.tensors)
@@ -79,6 +82,7 @@ class LoraMLPFunction(torch.autograd.Function):
         down, _ = restored(ctx.layouts[1], tensors)
         count = 2 * len(first.adapters)
         needs, down_needs = needs[:count], needs[count:]
+        # down's adapters come after those of gate and up
         dy_rows, h_masks = as_matrix(dy, numerics.compute), masks.after(first)
         hidden, values = _remade(ctx, sources, kept, first, masks) if ctx.remake else (kept[:-1], kept[-1])
         dys, down_gradient = _through_down(ctx, dy_rows, hidden, h_values, down, h_masks, down_needs)
@@ -92,7 +96,7 @@ class LoraMLPFunction(torch.autograd.Function):
 
 def _remade(
     ctx, sources: Sequence[Tensor], biases: Sequence[Tensor | None], first: Stack, masks: Masks
-) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
+) -> tuple[list[Tensor], Tensor | None]:
     """Return ([gate(x), up(x)] or [both packed], s x A^T), as the forward had them. x's memory is free afterwards."""
     x = as_matrix(ctx.make(*sources), ctx.numerics.compute)
     return project(x, with_biases(first, biases), masks, ctx.numerics)
@@ -104,9 +108,9 @@ def _through_down(
     """Return (gradients of gate(x) and up(x), or one packed; gradients of down's adapters)."""
     numerics = ctx.numerics
     g, dbs = rank_gradients([dy], values, down, needs[1::2], True, numerics)
-    dh = input_gradient([dy], down, numerics)
+    dh = input_gradient([dy], down, numerics)  # (N, I)
     a_gradients(g, None, dh, down, masks, numerics)
-    need_h = any(needs[::2])
+    need_h = any(needs[::2])  # h is read for the A of down's adapters only
     gradients = [torch.empty_like(y) for y in hidden] if graph_is_kept() and not ctx.remake else hidden
     backward(dh, *_halves(hidden), *_halves(gradients), ctx.activation, dh if need_h else None)
     das = a_gradients(g, dh if need_h else None, None, down, masks, numerics)

@@ -23,6 +23,7 @@ from torch import Tensor
 from ._autograd import check_dtypes, first_order, stats_dtype, vector
 from ._norm import multiprocessors, programs_for, sum_programs
 from ._triton import Launch, remembered, tl, triton, use_triton
+from ._tuning import SHAPES
 from .rope import (
     Angles,
     angle_strides,
@@ -39,10 +40,10 @@ from .rope import (
     take_angles,
 )
 
-FORWARD_TILE, FORWARD_PER_WARP = 1024, 512  # elements of a program's tile, and of a warp's part
-BACKWARD_TILE, BACKWARD_PER_WARP = 2048, 512
-PROGRAMS = 4  # per multiprocessor, in the backward of trainable weights
-STAGES = 1  # prefetch stages of that backward's loop
+FORWARD_TILE, FORWARD_PER_WARP = SHAPES.QK_NORM_FORWARD  # elements of a program's tile, and of a warp's part
+BACKWARD_TILE, BACKWARD_PER_WARP = SHAPES.QK_NORM_BACKWARD
+PROGRAMS = SHAPES.QK_NORM_PROGRAMS  # per multiprocessor, in the backward of trainable weights
+STAGES = SHAPES.QK_NORM_STAGES  # prefetch stages of that backward's loop
 
 
 class Norm(NamedTuple):
@@ -89,7 +90,7 @@ def _load_weight(
     INTERLEAVED: tl.constexpr, OVER_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Return offset + weight as (1, HEADS or 1, BLOCK), for the first and the second column of each pair."""
-    at = head * D if OVER_HEADS else tl.zeros((1, 1, 1), tl.int64)
+    at = head * D if OVER_HEADS else tl.zeros((1, 1, 1), tl.int64)  # one weight for all heads: no offset
     a, b = load_pairs(w_ptr + at, at < H * D, D, PAIRS, BLOCK, INTERLEAVED)
     return a + offset, b + offset
 
@@ -123,6 +124,7 @@ def _norm_rotate_tile(
         tl.store(rstd_ptr + token.to(tl.int64) * H + head, rstd, mask=live)
     a, b = a * rstd, b * rstd
     if CAST:
+        # as models that round before the weight
         a, b = a.to(x_ptr.dtype.element_ty).to(tl.float32), b.to(x_ptr.dtype.element_ty).to(tl.float32)
     w_a, w_b = _load_weight(w_ptr, head, offset, H, D, PAIRS, BLOCK, INTERLEAVED, OVER_HEADS)
     a, b = a * w_a, b * w_b
@@ -196,7 +198,7 @@ def _backward_tiles(
         )  # fmt: skip
         rows = dy_ptr + batch * dy_batch + head * dy_head + position * dy_position
         dy_a, dy_b = load_pairs(rows, live, D, PAIRS, BLOCK, INTERLEAVED)
-        g_a, g_b = dy_a * cos + dy_b * sin, dy_b * cos - dy_a * sin
+        g_a, g_b = dy_a * cos + dy_b * sin, dy_b * cos - dy_a * sin  # the inverse rotation: its transpose
         if DW:
             if CAST:
                 dw_a += g_a * a.to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -216,6 +218,7 @@ def _backward_tiles(
         else:
             dw_a, dw_b = tl.sum(dw_a, 1, keep_dims=True), tl.sum(dw_b, 1, keep_dims=True)
             at = tl.zeros((1, 1, 1), tl.int64)
+            # one head stands for all: they share the weight
             store_pairs(share_ptr + at, dw_a, dw_b, at == 0, D, PAIRS, BLOCK, INTERLEAVED)
 
 
@@ -234,7 +237,7 @@ def _backward_kernel(
     INTERLEAVED: tl.constexpr, OVER_HEADS: tl.constexpr, CAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
-    share_ptr += program.to(tl.int64) * share_width
+    share_ptr += program.to(tl.int64) * share_width  # q and k lie in one row of shares
     first = program
     if DQ or DWQ:
         _backward_tiles(
@@ -285,7 +288,7 @@ def _forward_launch(
     B, S, hq, D = q
     T = B * S
     config = _config(hq, hk, D, angles, norm, tile, per_warp)
-    k_rstd = T if norm.over_heads else T * hq
+    k_rstd = T if norm.over_heads else T * hq  # where k's begin, behind q's
     return Launch(_forward_kernel, (sum(_blocks(T, config)),), T, S, k_rstd, norm.eps, norm.offset, *strides, **config)
 
 
@@ -295,9 +298,7 @@ def _forward(q, k, q_weight, k_weight, cos, sin, angles: Angles, norm: Norm) -> 
     q_out = torch.empty_like(q, dtype=_out_dtype(q, q_weight, norm))
     k_out = torch.empty_like(k, dtype=_out_dtype(k, k_weight, norm))
     rstd = vector(B * S * (2 if norm.over_heads else hq + hk), q)
-    strides = (
-        *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides(cos, angles)
-    )  # fmt: skip
+    strides = (*q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides(cos, angles))
     launch = _forward_launch(q.shape, hk, strides, angles, norm, FORWARD_TILE, FORWARD_PER_WARP)
     launch(q, k, q_weight, k_weight, q_out, k_out, rstd, cos, sin)
     return q_out, k_out, rstd
@@ -312,6 +313,7 @@ def _backward_launch(
     B, S, hq, D = q
     T = B * S
     config = _config(hq, hk, D, angles, norm, tile, per_warp)
+    # of q and of k, where needed
     tiles = sum(n if needs[i] or needs[2 + i] else 0 for i, n in enumerate(_blocks(T, config)))
     programs = programs_for(tiles, limit) if needs[2] or needs[3] else tiles
     return Launch(
@@ -337,7 +339,7 @@ def _backward(upstream, saved, needs: tuple[bool, ...], strides, angles: Angles,
         q.shape, k.shape[2], widths, all_strides, angles, norm, needs, BACKWARD_TILE, BACKWARD_PER_WARP, STAGES,
         multiprocessors(q.device) * PROGRAMS,
     )  # fmt: skip
-    shares = vector(launch.grid[0] * sum(widths), q) if any(widths) else rstd
+    shares = vector(launch.grid[0] * sum(widths), q) if any(widths) else rstd  # a pointer that is not read, else
     launch(q, k, q_weight, k_weight, dy_q, dy_k, dq, dk, shares, rstd, cos, sin)
     return [*dx, *_weight_gradients(shares, widths, q_weight, k_weight)]
 
@@ -347,7 +349,7 @@ def _weight_gradients(
 ) -> list[Tensor | None]:
     if not any(widths):
         return [None, None]
-    same = q_weight.dtype == k_weight.dtype
+    same = q_weight.dtype == k_weight.dtype  # else summed in fp32, and rounded for each
     total = sum_programs(shares, sum(widths), q_weight.dtype if same else torch.float32)[0]
     parts = zip(total.split(widths), (q_weight, k_weight), strict=True)
     return [part.to(w.dtype) if len(part) else None for part, w in parts]
@@ -361,7 +363,7 @@ class QKNormRopeFunction(torch.autograd.Function):
         q_out, k_out, rstd = _forward(q, k, q_weight, k_weight, cos, sin, angles, norm)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, rstd)
         ctx.strides, ctx.angles, ctx.norm = (q_out.stride(), k_out.stride()), angles, norm
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an output without a gradient stays None, and its half is skipped
         outputs = q_out.transpose(1, 2), k_out.transpose(1, 2)
         needs = ctx.needs_input_grad
         ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if not (needs[i] or needs[2 + i])))
@@ -396,11 +398,11 @@ def qk_norm_rope(
         eps: added to the mean square, before the root.
         offset: added to the weights. 1 for Gemma, whose weights are stored as w - 1.
         cast_before_weight: round the normalized values to their dtype before they meet the weight (Qwen 3). The
-            result's dtype is then what that product promotes to, else that of q or k.
+            result's dtype is then what that product promotes to, else the dtype of q or k.
         norm_over_heads: one norm over all heads of a token (OLMo 2), instead of one for each head.
 
     Returns:
-        q (B, Hq, S, D) and k (B, Hk, S, D), the shapes that attention takes. Their memory, and that of the inputs'
+        q (B, Hq, S, D) and k (B, Hk, S, D), the shapes that attention takes. Their memory, and the inputs'
         gradients, is ordered like the inputs'.
 
     Raises:

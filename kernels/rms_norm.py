@@ -16,8 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ._autograd import empty, first_order, vector
-from ._made_again import can_be_made
+from ._autograd import empty, first_order, note_recomputable, vector
 from ._norm import (
     backward_config,
     check_columns,
@@ -123,7 +122,7 @@ def norm_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, ca
     N = x.numel() // H
     rows, stride = rows_of(x)
     y = empty(x, out_dtype(x, weight, cast_before_weight))
-    rstd = vector(N, x)
+    rstd = vector(N, x)  # fp32, one a row: all that the backward needs besides x
     launch = _forward_launch(N, H, stride, eps, offset, weight is not None, cast_before_weight, forward_config(H))
     launch(rows, None if weight is None else weight.contiguous(), y, rstd)
     return y, rows, rstd
@@ -136,6 +135,7 @@ def _backward_launch(
 ) -> Launch:  # fmt: skip
     block, tile, warps, per_multiprocessor, stages = config
     tiles = -(-N // tile)
+    # With dw few programs walk over many tiles, so that few shares are left to sum.
     programs = programs_for(tiles, multiprocessors * per_multiprocessor) if needs_dw else tiles
     return Launch(
         _backward_kernel, (programs,), *strides, N, H, offset,
@@ -158,13 +158,13 @@ def rms_norm_backward(
         N, H, (stride_dy, stride_x, stride_add), offset, weight is not None, add is not None, needs_dx, needs_dw,
         backward_config(H, x.element_size()), multiprocessors(dy.device),
     )  # fmt: skip
-    shares = vector(launch.grid[0] * H, dy) if needs_dw else None
+    shares = vector(launch.grid[0] * H, dy) if needs_dw else None  # a program's part of dw each
     launch(dy_rows, x, None if weight is None else weight.contiguous(), rstd, add_rows, dx, shares)
     return dx, None if shares is None or weight is None else sum_programs(shares, H, weight.dtype)[0]
 
 
-def again(eps: float, offset: float, cast_before_weight: bool, x: Tensor, weight: Tensor | None) -> Tensor:
-    """Compute the norm once more, in a backward: what `can_be_made` keeps instead of it."""
+def recompute(eps: float, offset: float, cast_before_weight: bool, x: Tensor, weight: Tensor | None) -> Tensor:
+    """Compute the norm once more, in a backward: what `note_recomputable` keeps instead of it."""
     return norm_forward(x, weight, eps, offset, cast_before_weight)[0]
 
 
@@ -206,4 +206,4 @@ def rms_norm(
     if torch.compiler.is_compiling() or not use_triton(x):
         return rms_norm_reference(x, weight, eps, offset=offset, cast_before_weight=cast_before_weight)
     y = RMSNormFunction.apply(x, weight, eps, offset, cast_before_weight)
-    return can_be_made(y, functools.partial(again, eps, offset, cast_before_weight), x, weight)
+    return note_recomputable(y, functools.partial(recompute, eps, offset, cast_before_weight), x, weight)

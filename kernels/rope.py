@@ -23,8 +23,9 @@ from torch import Tensor
 
 from ._autograd import check_dtypes, first_order, stats_dtype
 from ._triton import Launch, remembered, tl, triton, use_triton
+from ._tuning import SHAPES
 
-TILE, WARPS = 4096, 4  # elements of q or k per program
+TILE, WARPS = SHAPES.ROPE  # elements of q or k per program
 
 
 class Angles(NamedTuple):
@@ -40,6 +41,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return x with its first 2 * cos.shape[-1] columns rotated, in cos' dtype. cos, sin: see `take_angles`."""
     turning = 2 * cos.shape[-1]
     wide = x[..., :turning].to(cos.dtype)
+    # first and second columns of the pairs
     a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
     turned = (a * cos - b * sin, b * cos + a * sin)
     y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
@@ -53,6 +55,7 @@ def take_angles(cos: Tensor, sin: Tensor, angles: Angles, dtype: torch.dtype) ->
     for x in (cos.detach(), sin.detach()):
         x = x[..., : angles.pairs * angles.step : angles.step].to(dtype)
         if x.dim() == 4:
+            # each section from its own positions
             x = torch.cat([x[axis, ..., bounds[axis] : bounds[axis + 1]] for axis in range(3)], -1)
         taken.append(x)
     return taken[0], taken[1]
@@ -86,6 +89,7 @@ def load_angles(
     pair = tl.arange(0, BLOCK)[None, None, :]
     at = batch * stride_batch + position * stride_position + pair * stride_pair
     if END_0 < PAIRS:
+        # the axis is the number of ends passed
         at += ((pair >= END_0).to(tl.int64) + (pair >= END_1).to(tl.int64)) * stride_axis
     mask = inside & (pair < PAIRS)
     cos = tl.load(cos_ptr + at, mask=mask, other=1.0).to(tl.float32)
@@ -120,9 +124,7 @@ def load_pairs(rows, live, D: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def store_pairs(
-    rows, a, b, live, D: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
-):  # fmt: skip
+def store_pairs(rows, a, b, live, D: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
     if INTERLEAVED:
         cols = tl.arange(0, 2 * BLOCK)[None, None, :]
         x = tl.reshape(tl.join(a, b), a.shape[0], a.shape[1], 2 * BLOCK)
@@ -147,7 +149,7 @@ def _rotate_tile(
         cos_ptr, sin_ptr, batch, position, token < T, cos_axis, cos_batch, cos_position, cos_pair,
         PAIRS, END_0, END_1, BLOCK,
     )  # fmt: skip
-    sin = sin * sign
+    sin = sin * sign  # -1 turns back: the backward
     rows = x_ptr + batch * x_batch + head * x_head + position * x_position
     a, b = load_pairs(rows, live, D, PAIRS, BLOCK, INTERLEAVED)
     rows = y_ptr + batch * y_batch + head * y_head + position * y_position
@@ -184,7 +186,7 @@ def _rope_kernel(
 def head_tile(H: int, D: int, tile: int) -> tuple[int, int]:
     """Return (tokens, heads) of a tile of about `tile` elements. The heads divide H, so that no lane is idle."""
     width = triton.next_power_of_2(D)
-    heads = min(H & -H, max(1, tile // width))
+    heads = min(H & -H, max(1, tile // width))  # H & -H: the largest power of two that divides H
     return max(1, tile // (heads * width)), heads
 
 
@@ -213,16 +215,14 @@ def _launch(
 def _rotate_triton(sides: list[tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, angles: Angles, sign: float) -> None:
     """Rotate one or two tensors (B, H, S, D). sides: pairs (input, output)."""
     (q, q_out), (k, k_out) = sides[0], sides[-1]
-    strides = (
-        *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides(cos, angles)
-    )  # fmt: skip
+    strides = (*q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides(cos, angles))
     launch = _launch(q.shape, k.shape[1], len(sides), strides, angles, sign, TILE, WARPS)
     launch(q, k, q_out, k_out, cos, sin)
 
 
 def angle_strides(cos: Tensor, angles: Angles) -> tuple[int, int, int, int]:
     """Return the elements from one (axis, batch row, position, pair) to the next."""
-    axis = cos.stride(0) if cos.dim() == 4 else 0
+    axis = cos.stride(0) if cos.dim() == 4 else 0  # without sections all pairs are of one axis
     return axis, cos.stride(-3) if cos.shape[-3] > 1 else 0, cos.stride(-2), cos.stride(-1) * angles.step
 
 
@@ -245,7 +245,7 @@ class RopeFunction(torch.autograd.Function):
             _rotate_triton(sides, cos, sin, angles, 1.0)
         ctx.save_for_backward(cos, sin)
         ctx.angles, ctx.strides = angles, (q_out.stride(), k_out.stride())
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an output without a gradient stays None, and is not rotated back
         if not (ctx.needs_input_grad[0] and ctx.needs_input_grad[1]):
             frozen = zip((q_out, k_out), ctx.needs_input_grad, strict=False)
             ctx.mark_non_differentiable(*(x for x, needed in frozen if not needed))
@@ -276,10 +276,10 @@ def rope(
 
     Args:
         q: (B, Hq, S, D), fp32, fp16 or bf16 (fp64: torch). Any strides; copied if its columns are not consecutive.
-        k: (B, Hk, S, D), like q. No heads (Hk = 0) where q is rotated alone.
+        k: (B, Hk, S, D), like q. No heads (Hk = 0) where only q is rotated.
         cos: cosines, constants, (B or 1, S, R) with R <= D even: the first R columns rotate, the others pass through.
             It holds each pair's cosine twice, as in transformers: the R/2 values, then the same again (Llama), or each
-            beside its copy if interleaved (Cohere). With mrope_section (3, B or 1, S, R).
+            next to its copy if interleaved (Cohere). With mrope_section (3, B or 1, S, R).
         sin: sines, like cos.
         interleaved: pairs are columns 2j and 2j + 1, instead of j and j + R/2.
         mrope_section: how many pairs take the angle of the first, the second and the third position (Qwen2-VL's
@@ -310,7 +310,7 @@ def rope(
 
 def angles_of(cos: Tensor, interleaved: bool, mrope_section: Sequence[int] | None, half_width: bool) -> Angles:
     pairs = cos.shape[-1] if half_width else cos.shape[-1] // 2
-    ends = (pairs, pairs)
+    ends = (pairs, pairs)  # no section begins
     if mrope_section is not None:
         if len(mrope_section) != 3 or sum(mrope_section) != pairs or min(mrope_section) < 0:
             raise ValueError(f"mrope_section must be 3 numbers that sum to {pairs} pairs, got {list(mrope_section)}.")

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from . import _head, _low_rank, _triton
-from ._labelled_rows import Rows, RowSelection
+from . import _linear_head as _head
+from . import _low_rank, _triton
+from ._linear_head import Rows, RowSelection
 from ._triton import INSTALLED, use_triton, without_launches
 
 __all__ = ["INSTALLED", "is_interpreted", "use_triton", "without_data"]

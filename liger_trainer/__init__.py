@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .errors import MaterializedLogitsWarning
-    from .modules.experts import LigerExperts
-    from .modules.layers import (
+    from .extras.foreign_caches.import_cache import import_cache as import_teacher_cache
+    from .extras.generate.options import GenerateOptions
+    from .extras.generate.run import generate as generate_dataset
+    from .extras.modules.experts import LigerExperts
+    from .extras.modules.layers import (
         LigerFusedAddRMSNorm,
         LigerGEGLUMLP,
         LigerLayerNorm,
@@ -19,18 +22,19 @@ if TYPE_CHECKING:
         LigerRMSNorm,
         LigerSwiGLUMLP,
     )
-    from .modules.llama4_rope import liger_llama4_text_rotary_pos_emb, liger_llama4_vision_rotary_pos_emb
-    from .modules.losses import (
+    from .extras.modules.losses import (
         CrossEntropyOutput,
         LigerCrossEntropyLoss,
+        LigerFusedCETVDLoss,
         LigerFusedLinearCrossEntropyLoss,
         LigerFusedLinearDivergence,
         LigerFusedLinearJSD,
+        LigerFusedLinearKLDivLoss,
         LigerJSD,
         LigerKLDIVLoss,
         LigerTVDLoss,
     )
-    from .modules.mlps import (
+    from .extras.modules.mlps import (
         LigerBlockSparseTop2MLP,
         LigerFalconH1MLP,
         LigerFalconH1SwiGLUMLP,
@@ -40,64 +44,74 @@ if TYPE_CHECKING:
         LigerTiledGEGLUMLP,
         LigerTiledSwiGLUMLP,
     )
-    from .modules.norms import LigerModulatedRMSNorm, LigerRMSNormForMuseGlimmer, LigerRMSNormForMuseGlimmerTextCentered
-    from .modules.rope import LigerQKNormRope, LigerRope, liger_multimodal_rotary_pos_emb, liger_rotary_pos_emb
-    from .modules.teacher_losses import LigerFusedCETVDLoss, LigerFusedLinearKLDivLoss
-    from .patching.auto_model import AutoLigerKernelForCausalLM
-    from .patching.families import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel, _apply_liger_kernel_to_instance
+    from .extras.modules.norms import (
+        LigerModulatedRMSNorm,
+        LigerRMSNormForMuseGlimmer,
+        LigerRMSNormForMuseGlimmerTextCentered,
+    )
+    from .extras.modules.rope import (
+        LigerQKNormRope,
+        LigerRope,
+        liger_llama4_text_rotary_pos_emb,
+        liger_llama4_vision_rotary_pos_emb,
+        liger_multimodal_rotary_pos_emb,
+        liger_rotary_pos_emb,
+    )
+    from .patching.families import (
+        MODEL_TYPE_TO_APPLY_LIGER_FN,
+        AutoLigerKernelForCausalLM,
+        _apply_liger_kernel,
+        _apply_liger_kernel_to_instance,
+    )
     from .patching.patcher import Patched, PatchOptions, patch
     from .patching.use_liger_kernel import disable, enable
-    from .tools.generate.options import GenerateOptions
-    from .tools.generate.run import generate as generate_dataset
     from .trainers.capture import capture as capture_teacher_cache
+    from .trainers.config import LigerConfig, LigerDistillConfig
     from .trainers.distill_callback import DistillationCallback
-    from .trainers.distill_config import LigerDistillConfig
     from .trainers.distill_trainer import LigerDistillTrainer
-    from .trainers.import_cache import import_cache as import_teacher_cache
-    from .trainers.sft_config import LigerConfig
     from .trainers.sft_trainer import LigerTrainer
 
 __version__ = "0.1.0"
 
 # name: its module, and its name there where that is another
 _MODULE_OF = {
-    "AutoLigerKernelForCausalLM": "patching.auto_model",
-    "CrossEntropyOutput": "modules.losses",
+    "AutoLigerKernelForCausalLM": "patching.families",
+    "CrossEntropyOutput": "extras.modules.losses",
     "DistillationCallback": "trainers.distill_callback",
-    "GenerateOptions": "tools.generate.options",
-    "LigerBlockSparseTop2MLP": "modules.mlps",
-    "LigerConfig": "trainers.sft_config",
-    "LigerCrossEntropyLoss": "modules.losses",
-    "LigerDistillConfig": "trainers.distill_config",
+    "GenerateOptions": "extras.generate.options",
+    "LigerBlockSparseTop2MLP": "extras.modules.mlps",
+    "LigerConfig": "trainers.config",
+    "LigerCrossEntropyLoss": "extras.modules.losses",
+    "LigerDistillConfig": "trainers.config",
     "LigerDistillTrainer": "trainers.distill_trainer",
-    "LigerExperts": "modules.experts",
-    "LigerFalconH1MLP": "modules.mlps",
-    "LigerFalconH1SwiGLUMLP": "modules.mlps",
-    "LigerFusedAddRMSNorm": "modules.layers",
-    "LigerFusedCETVDLoss": "modules.teacher_losses",
-    "LigerFusedLinearCrossEntropyLoss": "modules.losses",
-    "LigerFusedLinearDivergence": "modules.losses",
-    "LigerFusedLinearJSD": "modules.losses",
-    "LigerFusedLinearKLDivLoss": "modules.teacher_losses",
-    "LigerGEGLUMLP": "modules.layers",
-    "LigerJSD": "modules.losses",
-    "LigerKLDIVLoss": "modules.losses",
-    "LigerLayerNorm": "modules.layers",
-    "LigerMLP": "modules.mlps",
-    "LigerModulatedRMSNorm": "modules.norms",
-    "LigerPhi3SwiGLUMLP": "modules.layers",
-    "LigerQKNormRope": "modules.rope",
-    "LigerQwen3MoeSwiGLUMLP": "modules.mlps",
-    "LigerRMSNorm": "modules.layers",
-    "LigerRMSNormForMuseGlimmer": "modules.norms",
-    "LigerRMSNormForMuseGlimmerTextCentered": "modules.norms",
-    "LigerReLUSquared": "modules.layers",
-    "LigerRope": "modules.rope",
-    "LigerSwiGLUMLP": "modules.layers",
-    "LigerSwiGLUMLPForMuseGlimmer": "modules.mlps",
-    "LigerTVDLoss": "modules.losses",
-    "LigerTiledGEGLUMLP": "modules.mlps",
-    "LigerTiledSwiGLUMLP": "modules.mlps",
+    "LigerExperts": "extras.modules.experts",
+    "LigerFalconH1MLP": "extras.modules.mlps",
+    "LigerFalconH1SwiGLUMLP": "extras.modules.mlps",
+    "LigerFusedAddRMSNorm": "extras.modules.layers",
+    "LigerFusedCETVDLoss": "extras.modules.losses",
+    "LigerFusedLinearCrossEntropyLoss": "extras.modules.losses",
+    "LigerFusedLinearDivergence": "extras.modules.losses",
+    "LigerFusedLinearJSD": "extras.modules.losses",
+    "LigerFusedLinearKLDivLoss": "extras.modules.losses",
+    "LigerGEGLUMLP": "extras.modules.layers",
+    "LigerJSD": "extras.modules.losses",
+    "LigerKLDIVLoss": "extras.modules.losses",
+    "LigerLayerNorm": "extras.modules.layers",
+    "LigerMLP": "extras.modules.mlps",
+    "LigerModulatedRMSNorm": "extras.modules.norms",
+    "LigerPhi3SwiGLUMLP": "extras.modules.layers",
+    "LigerQKNormRope": "extras.modules.rope",
+    "LigerQwen3MoeSwiGLUMLP": "extras.modules.mlps",
+    "LigerRMSNorm": "extras.modules.layers",
+    "LigerRMSNormForMuseGlimmer": "extras.modules.norms",
+    "LigerRMSNormForMuseGlimmerTextCentered": "extras.modules.norms",
+    "LigerReLUSquared": "extras.modules.layers",
+    "LigerRope": "extras.modules.rope",
+    "LigerSwiGLUMLP": "extras.modules.layers",
+    "LigerSwiGLUMLPForMuseGlimmer": "extras.modules.mlps",
+    "LigerTVDLoss": "extras.modules.losses",
+    "LigerTiledGEGLUMLP": "extras.modules.mlps",
+    "LigerTiledSwiGLUMLP": "extras.modules.mlps",
     "LigerTrainer": "trainers.sft_trainer",
     "MODEL_TYPE_TO_APPLY_LIGER_FN": "patching.families",
     "MaterializedLogitsWarning": "errors",
@@ -108,12 +122,12 @@ _MODULE_OF = {
     "capture_teacher_cache": "trainers.capture:capture",
     "disable": "patching.use_liger_kernel",
     "enable": "patching.use_liger_kernel",
-    "generate_dataset": "tools.generate.run:generate",
-    "import_teacher_cache": "trainers.import_cache:import_cache",
-    "liger_llama4_text_rotary_pos_emb": "modules.llama4_rope",
-    "liger_llama4_vision_rotary_pos_emb": "modules.llama4_rope",
-    "liger_multimodal_rotary_pos_emb": "modules.rope",
-    "liger_rotary_pos_emb": "modules.rope",
+    "generate_dataset": "extras.generate.run:generate",
+    "import_teacher_cache": "extras.foreign_caches.import_cache:import_cache",
+    "liger_llama4_text_rotary_pos_emb": "extras.modules.rope",
+    "liger_llama4_vision_rotary_pos_emb": "extras.modules.rope",
+    "liger_multimodal_rotary_pos_emb": "extras.modules.rope",
+    "liger_rotary_pos_emb": "extras.modules.rope",
     "patch": "patching.patcher",
 }
 _FAMILY = "apply_liger_kernel_to_"  # followed by a model type; see patching/families.py

@@ -18,7 +18,7 @@ from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistill
 from liger_trainer.cli import main
 from liger_trainer.common.checkpoints import checkpoints_in, step_of
 from liger_trainer.common.files import sha256
-from liger_trainer.trainers.finite_weights import is_finite
+from liger_trainer.trainers.finite_report import is_finite
 
 TITLE = "Numbers that are not finite"
 SAVE_STEPS, STEPS_PLANTED = 4, (5, 8, STEPS)  # after a save, in the step of a save, in the last step

@@ -128,9 +128,9 @@ def verify(directory: CacheDir) -> None:
 
 
 def _import(config: "RunConfig", records: Path, tool: RecordsOf, compression: Path | None) -> "CacheIndex":
+    from ..extras.foreign_caches.import_cache import import_cache
     from ..run.data.datasets import load_run_datasets
     from ..run.models import check_student, open_model
-    from ..trainers.import_cache import import_cache
 
     files = open_model(config, "model_name_or_path")
     data = load_run_datasets(config, files.vocab_size)

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ._shared import write_new
 
 if TYPE_CHECKING:
-    from ..tools.chat import Answer, Chat, Manner, Speaker
+    from ..extras.chat import Answer, Chat, Manner, Speaker
 
 HELP = """\
 /help               this text
@@ -54,7 +54,7 @@ def chat(
     from .run import _quieten
 
     _quieten()
-    from ..tools.chat import Manner, open_chat
+    from ..extras.chat import Manner, open_chat
 
     manner = Manner(max_new_tokens, temperature, seed=seed, system=system)
     session = _Session(open_chat(model, manner, device, trust_remote_code), sys.stdin.isatty())
@@ -159,7 +159,7 @@ class _Session:
 
     def _set(self, words: str) -> None:
         """Read KEY=VALUE pairs."""
-        from ..tools.chat import Manner
+        from ..extras.chat import Manner
 
         kinds = {field.name: int if "int" in str(field.type) else float for field in dataclasses.fields(Manner)}
         del kinds["system"]

@@ -13,11 +13,11 @@ from ..errors import ConfigError
 from ._shared import Force, write_new
 
 if TYPE_CHECKING:
-    from ..config.convert import Converted
+    from ..extras.convert import Converted
 
 
 class ForeignTool(StrEnum):
-    """The tools that have a table in `liger_trainer.config.convert`."""
+    """The tools that have a table in `liger_trainer.extras.convert`."""
 
     trl = "trl"
     torchtune = "torchtune"
@@ -35,11 +35,11 @@ def convert(
     force: Force = False,
 ) -> None:
     """Convert a configuration. List what has no counterpart here, and as comments at the end of the result."""
-    from ..config.convert import convert as read
     from ..config.run_config import check_text
+    from ..extras.convert import convert as read
 
     text, label = find_config(file)
-    converted = read(text, label, importlib.import_module(f"liger_trainer.config.convert.{origin}").TOOL)
+    converted = read(text, label, importlib.import_module(f"liger_trainer.extras.convert.{origin}").TOOL)
     written = converted.to_yaml()
     if out is None:
         typer.echo(written, nl=False)

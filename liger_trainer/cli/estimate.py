@@ -25,7 +25,7 @@ GpuName = Annotated[
 def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, as_json: AsJson = False) -> None:
     """Estimate memory by part, tokens and steps of a run. Needs no weights and no GPU. Exit code 3: it does not fit."""
     from ..config.run_config import load_run_config
-    from ..tools.estimate.gpus import gpu_named, present_gpu
+    from ..tools.estimate.estimator import gpu_named, present_gpu
     from .run import _quieten
 
     named = gpu_named(gpu) if gpu is not None else None

@@ -12,7 +12,7 @@ from ..common.signals import handling, interrupt
 from ._shared import out_of_memory
 
 if TYPE_CHECKING:
-    from ..tools.generate.run import Generated
+    from ..extras.generate.run import Generated
 
 TAKES_LESS = (
     "What takes less: dtype=bfloat16, or a new folder with a smaller batch_size, max_new_tokens or max_prompt_tokens."
@@ -28,17 +28,17 @@ def generate(
     ],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE | --KEY VALUE", help="Options; docs/generate.md.", show_default=False),
+        typer.Argument(metavar="KEY=VALUE | --KEY VALUE", help="Options; docs/extras.md.", show_default=False),
     ] = None,
 ) -> None:
     """Sample data from a teacher, drop what is of no use, write a dataset; the same command goes on if interrupted."""
-    from ..tools.generate.options import read_options
+    from ..extras.generate.options import read_options
 
     options = read_options(settings or [])
     from .run import _quieten
 
     _quieten()
-    from ..tools.generate.run import generate as run
+    from ..extras.generate.run import generate as run
 
     output_dir = output_dir.expanduser()
     try:
@@ -67,7 +67,7 @@ def _print(path: Path, generated: "Generated") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..tools.generate.sieve import FILTERS
+    from ..extras.generate.sieve import FILTERS
 
     console = Console(highlight=False)
     if generated.dropped:

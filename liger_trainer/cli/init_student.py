@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..config.run_config import RunConfig
-    from ..tools.students.make import StudentRecord
+    from ..extras.students.make import StudentRecord
 
 TAKES_LESS = (
     "Teacher and student must fit at once. What takes less, in this order: a smaller "
@@ -26,7 +26,7 @@ def init_student(config: Config, overrides: Overrides = None) -> None:
     settings = load_run_config(config, overrides or [], exact=True)
     show_notices(settings)
     _quieten()
-    from ..tools.students.make import make_student
+    from ..extras.students.make import make_student
 
     with out_of_memory(TAKES_LESS):
         path, record, student = make_student(settings.on_this_machine())
@@ -74,9 +74,8 @@ def _next_command(config: "RunConfig", path: Path) -> str:
     """Return the `run` command that trains the student, with the keys that made it removed."""
     from ..config.catalogue import find_config
     from ..config.conflicts import STUDENT_KEYS
-    from ..config.overrides import setting
-    from ..config.yaml_reader import read_settings
-    from ..tools.students.make import CHOICE
+    from ..config.yaml_reader import read_settings, setting
+    from ..extras.students.make import CHOICE
 
     in_file = [key for key in read_settings(*find_config(config.source)).values if key in (*STUDENT_KEYS, CHOICE)]
     return shlex.join(

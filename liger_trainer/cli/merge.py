@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.files import staged_folder
-from ..common.storage import writing_to
+from ..common.files import staged_folder, writing_to
 from ..errors import ConfigError, CorruptError
 from ._shared import Force, RunDir, quieten_deprecations
 

@@ -27,8 +27,7 @@ def report(
     """Write what a run did as one HTML file that loads nothing else: curves, metrics, samples, data, settings."""
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"--output: expected a name that ends in .html, got {output}.")
-    from ..common.files import REPORT
-    from ..common.storage import writing_to
+    from ..common.files import REPORT, writing_to
     from ..run.reports.html import is_report, write_report
     from ..run.reports.read_run import read_runs
 

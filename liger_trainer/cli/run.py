@@ -61,9 +61,8 @@ def start(config: str, overrides: list[str], command: list[str], launcher: list[
 
 
 def _start(config: str, overrides: list[str], command: list[str], launcher: list[str]) -> None:
-    from ..config.engines import is_launched
+    from ..config.engines import is_launched, not_installed
     from ..config.run_config import load_run_config
-    from ..config.trackers import not_installed
     from ..run.launch import launch, launcher_arguments
 
     checked = load_run_config(config, overrides)

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import StorageError
 from ..secrets import redact
@@ -15,6 +15,7 @@ from ..secrets import redact
 _COLOUR = r"\x1b\[[\d;]*m"
 _CURSOR = r"\x1b\[(?:\d*[AK]|\?25[hl])"  # of progress bars: a line up, clear a line, hide and show the cursor
 _CONTROL = re.compile(rf"({_COLOUR})|({_CURSOR})|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+T = TypeVar("T")
 _GONE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -119,3 +120,22 @@ def _check(guards: list[_GuardedStream]) -> None:
     if lost is not None and lost.errno != errno.EPIPE:
         print(f"liger-trainer: what was printed could not be written: {lost.strerror}.", file=sys.stderr)
         raise SystemExit(StorageError.exit_code)
+
+
+def on_first_rank(is_first: bool, decide: Callable[[], T]) -> T:
+    """Return what `decide` returns in the first process, in all of them; what it raises there, all raise.
+
+    Else those that go on would wait for the one that does not.
+    """
+    from accelerate.utils import broadcast_object_list  # torch with it; commands that need none start without
+
+    result: list[object] = [None, None]
+    if is_first:
+        try:
+            result = [decide(), None]
+        except Exception as error:
+            result = [None, error]
+    answer, error = broadcast_object_list(result)
+    if isinstance(error, Exception):
+        raise error
+    return answer  # type: ignore[return-value]

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from ..common.non_finite import NonFiniteConfig
 from ..common.options import Conflict, Fact, OptionValues, clashes, conflicts_of, equals, given, on, without
-from ..losses.config import LossConfig
+from ..losses.plan import LossConfig
 from ..teachers.config import (
     CACHE,
     PLACEMENT,
@@ -18,11 +17,17 @@ from ..teachers.config import (
     teacher_problems,
 )
 from ..trainers.best_metric import FOLLOW_EVALUATIONS, greater_is_better, is_neither, no_direction
-from ..trainers.images_config import ImagesConfig
-from ..trainers.qat_config import QAT, QatConfig
-from ..trainers.rows_config import RowsConfig
-from ..trainers.sampling_config import ELSEWHERE, SamplingConfig, without_effect
-from ..trainers.step_config import StepConfig
+from ..trainers.options import (
+    ELSEWHERE,
+    QAT,
+    ImagesConfig,
+    NonFiniteConfig,
+    QatConfig,
+    RowsConfig,
+    SamplingConfig,
+    StepConfig,
+    without_effect,
+)
 from .engines import launches
 from .run_options import RunOptions
 from .schema import Key

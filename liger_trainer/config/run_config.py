@@ -19,8 +19,7 @@ from ..common.files import DEFAULTS
 from ..errors import ConfigError, LigerTrainerError
 from ..secrets import names_a_secret, redact, redacted, remember_settings
 from .catalogue import find_config
-from .check import RECIPE_DEFAULT, check
-from .places import ALLOW_ENV, needs_trust
+from .check import ALLOW_ENV, RECIPE_DEFAULT, check, needs_trust
 from .schema import Schema, shipped_schema
 from .settings import Finding, Setting, in_order
 
@@ -111,9 +110,9 @@ class RunConfig:
             ConfigError: the arguments contradict each other, or the hardware cannot do what they ask for.
         """
         if self.recipe != "sft":
-            from ..trainers.distill_config import LigerDistillConfig as training_class
+            from ..trainers.config import LigerDistillConfig as training_class
         else:
-            from ..trainers.sft_config import LigerConfig as training_class
+            from ..trainers.config import LigerConfig as training_class
         elsewhere = ("model_init_kwargs", "resume_from_checkpoint")
         sections = ("rows", "images", "step", "qat", "non_finite", "training", "distillation", "sampling")
         args = self.on_this_machine()._build(training_class, sections, elsewhere)

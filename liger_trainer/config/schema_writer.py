@@ -16,18 +16,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import trl
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
-from ..common.non_finite import NonFiniteConfig
 from ..common.options import declared, limits_of, on
 from ..common.value_rules import LIMIT_NAMES, Rule
 from ..losses.plan import entry_rule
 from ..losses.schedules import SCHEDULES, TAID
 from ..teachers.config import DTYPES, ENTRY_KEYS
-from ..trainers.distill_config import LigerDistillConfig
-from ..trainers.images_config import ImagesConfig
-from ..trainers.qat_config import QatConfig
-from ..trainers.rows_config import RowsConfig
-from ..trainers.sampling_config import SamplingConfig
-from ..trainers.step_config import StepConfig
+from ..trainers.config import LigerDistillConfig
+from ..trainers.options import ImagesConfig, NonFiniteConfig, QatConfig, RowsConfig, SamplingConfig, StepConfig
 from .conflicts import CONFLICTS, GONE
 from .run_options import LaunchOptions, RunOptions
 from .schema import FILE, SECTIONS, Schema, from_json, installed_versions, shipped_schema

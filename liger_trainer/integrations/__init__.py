@@ -1,0 +1,1 @@
+"""The public paths of extras/integrations."""

@@ -17,8 +17,7 @@ from ..common.zero3 import gathered, is_partitioned
 from ..errors import ConfigError
 from ..kernels.lora_linear import lora_linear_reference
 from .deferred_logits import DeferredLogits, Forward, version_of
-from .model_parts import Head, gather, output_module, reader_of
-from .sharded_heads import ShardedHead
+from .model_parts import Head, gather, output_module, reader_of, sharded_head
 
 
 class Checkpoints:
@@ -58,7 +57,7 @@ def deferred_logits(
         make: makes them of the fields of `DeferredLogits` without defaults, in order.
     """
     module = output_module(model)
-    state, shards, checkpoints = Forward(type(model).__name__), ShardedHead.of(module), Checkpoints()
+    state, shards, checkpoints = Forward(type(model).__name__), sharded_head(module), Checkpoints()
     if shards is not None:
         with _deferred_on_ranks(shards, state):
             yield state
@@ -122,7 +121,7 @@ def _project_gathered(module: nn.Module, project: Callable[..., Tensor], hidden:
 
 
 @contextlib.contextmanager
-def _deferred_on_ranks(shards: ShardedHead, state: Forward) -> Iterator[None]:
+def _deferred_on_ranks(shards: Any, state: Forward) -> Iterator[None]:
     """Within the context, a head whose rows lie on ranks returns `DeferredLogits` of this rank's rows."""
     module, replaced = shards.module, own_attribute(shards.module, "forward")
     project = replaced or shards.project  # that of tensor parallelism gathers logits itself

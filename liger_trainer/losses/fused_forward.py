@@ -26,11 +26,9 @@ from .deferring_head import Checkpoints, deferred_logits
 from .dense import answer_of
 from .hidden_states import HiddenPass
 from .lazy_logits import LazyLogits
-from .model_parts import need_head
-from .sharded_heads import share_rows
+from .model_parts import need_head, output_module, sharded_head
 from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions, TokenWeights, check_lengths
-from .teacher_answer import BatchLoss, TeacherAnswer
-from .token_output import TokenLossOutput, token_output
+from .teacher_answer import BatchLoss, TeacherAnswer, TokenLossOutput, token_output
 
 
 class FusedLoss:
@@ -123,7 +121,8 @@ class FusedLoss:
             # not divided by the trainer: FSDP2 casts arguments to bf16, which would round a fraction
             num_items_in_batch = num_items_in_batch / num_processes
         targets = BatchTargets.of(labels, shift_labels, num_items_in_batch, weights=token_weights)
-        share_rows(model, targets.rows)
+        if (head := sharded_head(output_module(model))) is not None:
+            head.start_counting_rows(targets.rows)
         options = self.options if model.training or self.eval_options is None else self.eval_options
         loss = LossOfOneForward(type(model).__name__, targets, options, teacher_logits, hidden_pass)
         kwargs.update(self._loss_arguments(labels, shift_labels, num_items_in_batch))

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..kernels.types import put, stats_dtype, take
+from ..kernels.types import gather_rows, scatter_rows, stats_dtype
 from .model_parts import decoder_layers
 from .plan import LossTerm
 from .spec import BatchTargets, Distillation
@@ -143,25 +143,25 @@ class HiddenPass:
         """
         assert targets.rows is not None  # it is None under torch.compile, where the trainers refuse hidden-state losses
         rows, device = targets.rows.wait(), targets.labels.device
-        index = None if partners is None else take(partners.to(device).flatten(), rows)
+        index = None if partners is None else gather_rows(partners.to(device).flatten(), rows)
 
         def of_student(block: int) -> Tensor:
-            return take(self._student[block].to(device).flatten(0, -2), rows)
+            return gather_rows(self._student[block].to(device).flatten(0, -2), rows)
 
         def of_teacher(block: int) -> Tensor:
             states = self._teacher[block].to(device).flatten(0, -2)
-            return take(states, rows) if index is None else states.index_select(0, index.clamp(min=0))
+            return gather_rows(states, rows) if index is None else states.index_select(0, index.clamp(min=0))
 
         values = self._losses.values(of_student, of_teacher)
         if index is not None:
             values = {kind: value.where(index >= 0, 0) for kind, value in values.items()}
         loss = result.loss
-        factors = None if targets.weights is None else take(targets.weights, rows)
+        factors = None if targets.weights is None else gather_rows(targets.weights, rows)
         for kind, value in values.items():
             weighted = value if factors is None else value * factors
             loss = loss + how.hidden_weights[kind] * weighted.sum() * rows.alpha
         total = targets.labels.numel()
-        per_token = {kind: put(value.detach(), rows, total) for kind, value in values.items()}
+        per_token = {kind: scatter_rows(value.detach(), rows, total) for kind, value in values.items()}
         return result._replace(loss=loss.to(result.loss.dtype), terms={**(result.terms or {}), **per_token})
 
 

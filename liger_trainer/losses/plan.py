@@ -9,11 +9,53 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..common.options import check_values
+from ..common.options import check_values, option
 from ..common.value_rules import ABOVE_ZERO, BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
-from ..kernels.divergence_kinds import KINDS
-from .config import SKEW_ALPHA, LossConfig
+from ..kernels.divergence_kinds import REMOVED, TABLE
 from .schedules import Schedule, Taid, schedules_of, taid_of
+
+# The fields of LigerDistillConfig about the loss. Imports no torch.
+
+
+SKEW_ALPHA = 0.1
+
+
+@dataclass
+class LossConfig:
+    """What a student minimises; docs/losses.md.
+
+    Args:
+        beta: 0 is the forward KL, 1 the reverse KL, between lies the generalised JSD, as in TRL's DistillationConfig.
+        losses: replaces `beta` when given: a list such as
+            `[{"type": "forward_kl", "weight": 1.0}, {"type": "ce", "weight": 0.1}]`. docs/losses.md has the types, and
+            what their entries take beside a weight (default 1).
+        skew_alpha: the share of the other side in skew_kl and skew_reverse_kl.
+        schedules: {name: {from, to, kind, warmup_steps, steps}} of temperature, beta, skew_alpha, lmbda or the weight
+            of a loss, `<type>_weight`.
+        taid: the teacher's share in what the student is held against: {start, end, adaptive, alpha, beta}, see
+            `schedules.Taid`; {} for the defaults.
+        temperature: divides both models' logits in the divergences, and the logits that completions are sampled from.
+        kd_temperature: the temperature of the divergences, where it is to be another than that of sampling.
+        scale_loss_by_temperature_squared: multiply the divergences by temperature^2 (Hinton et al. 2015).
+    """
+
+    beta: float = option(
+        0.0, "0: forward KL, 1: reverse KL, between: generalised Jensen-Shannon divergence.", ge=0, le=1
+    )
+    losses: list[dict[str, Any]] | str | None = option(
+        None, "Weighted losses instead of beta, e.g. [{type: forward_kl}, {type: ce, weight: 0.1}]."
+    )
+    skew_alpha: float = option(SKEW_ALPHA, "Share of the other side in the mixture of the skewed KLs.", ge=0, lt=1)
+    schedules: dict[str, Any] | str | None = option(
+        None, "Scalars of the loss that change, e.g. {temperature: {to: 1.0, kind: cosine}}."
+    )
+    taid: dict[str, Any] | str | None = option(
+        None, "Teacher's share, rising with the steps: {start, end, adaptive, alpha, beta}."
+    )
+    temperature: float = option(1.0, "Divides the logits in the divergences, and those that are sampled from.", gt=0)
+    kd_temperature: float | None = option(None, "Temperature of the divergences; default: temperature.", gt=0)
+    scale_loss_by_temperature_squared: bool = option(True, "Multiply the divergences by temperature squared.")
+
 
 LAYERS: Rule = {"type": ["array", "string"], "items": {"type": "array", "items": {"type": "integer"}}}
 ALM_TAU = 100.0  # the paper's
@@ -38,13 +80,18 @@ class LossType:
     scalars: tuple[str, ...] = ()
 
 
-_SKEWED = LossType("divergence", {"alpha": BELOW_ONE}, {"alpha": "skew_alpha"}, ("temperature", "skew_alpha"))
+# What the divergences' options are: their rule in an entry, and the scalar of the whole configuration that they set.
+_OPTIONS: dict[str, tuple[Rule, str]] = {"beta": (SHARE, "beta"), "alpha": (BELOW_ONE, "skew_alpha")}
+
+
+def _divergence(names: tuple[str, ...]) -> LossType:
+    rules, scalars = {name: _OPTIONS[name][0] for name in names}, {name: _OPTIONS[name][1] for name in names}
+    return LossType("divergence", rules, scalars, ("temperature", *scalars.values()))
+
+
 _HIDDEN = LossType("hidden", {"layers": LAYERS, "projector": {"type": "boolean"}})
 LOSS_TYPES: dict[str, LossType] = {
-    **{kind: LossType("divergence", scalars=("temperature",)) for kind in KINDS},
-    "jsd": LossType("divergence", {"beta": SHARE}, {"beta": "beta"}, ("temperature", "beta")),
-    "skew_kl": _SKEWED,
-    "skew_reverse_kl": _SKEWED,
+    **{kind.name: _divergence(kind.options) for kind in TABLE},
     "uld": LossType("uld", scalars=("temperature",)),
     "alm": LossType("alm", {"tau": ABOVE_ZERO}, {"tau": "alm_tau"}, ("alm_tau",)),
     "ce": LossType("ce"),
@@ -93,6 +140,8 @@ def listed_terms(losses: Any) -> tuple[LossTerm, ...]:
 
 def _term(entry: Any) -> LossTerm:
     kind = entry.get("type") if isinstance(entry, dict) else None
+    if isinstance(kind, str) and kind in REMOVED:
+        raise ValueError(f"losses: {kind} was removed: {REMOVED[kind]}.")
     if not isinstance(kind, str) or kind not in LOSS_TYPES:
         hint = did_you_mean(kind, LOSS_TYPES) if isinstance(kind, str) else ""
         raise ValueError(f"Each of losses needs a type out of {', '.join(LOSS_TYPES)}; got {entry!r}.{hint}")
@@ -308,11 +357,11 @@ def _entries_scalars(terms: tuple[LossTerm, ...], scalars: Mapping[str, float]) 
     """Return the scalars that entries of the list set by their options."""
     entries: dict[str, float] = {}
     for term in terms:
-        for option, scalar in LOSS_TYPES[term.type].common.items():
-            value = term.options.get(option, scalars[scalar])
+        for name, scalar in LOSS_TYPES[term.type].common.items():
+            value = term.options.get(name, scalars[scalar])
             if entries.setdefault(scalar, value) != value:
                 raise ValueError(
-                    f"losses: {option} is {entries[scalar]} for one of them and {value} for {term.type}; they share "
+                    f"losses: {name} is {entries[scalar]} for one of them and {value} for {term.type}; they share "
                     f"it: set {scalar} instead."
                 )
     if "beta" in entries and entries["beta"] in (0, 1):

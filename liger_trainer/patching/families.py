@@ -9,6 +9,7 @@ is patched: a few layers of the default configuration, on the meta device.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -24,8 +26,9 @@ from transformers.models.auto.modeling_auto import (
 
 from ..common.console import announce
 from ..common.replacements import Replacements
+from ..common.weights import load_whole
 from ..errors import ConfigError
-from .options import PatchOptions, PatchReport, canonical
+from .options import ALIASES, PatchOptions, PatchReport, canonical
 from .patcher import Patched, base_of, patch, patched_record
 
 PREFIX = "apply_liger_kernel_to_"
@@ -251,3 +254,44 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *(PREFIX + suffix for suffix in FAMILIES)})
+
+
+# AutoLigerKernelForCausalLM: transformers' AutoModelForCausalLM, patched.
+
+
+FLAGS = (*(field.name for field in dataclasses.fields(PatchOptions)), *ALIASES)
+
+
+class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
+    """AutoModelForCausalLM whose `from_pretrained` and `from_config` patch the model before they return it.
+
+    Keywords that are options of a patch (see `PatchOptions`) say what to replace, everything by default. With
+    `allow_missing_weights=True` the files may lack weights of the model, or have others. All other keywords go to
+    transformers. `patch(model)` with the same options returns the model's record, with `report` and `undo()`.
+
+    Raises:
+        ConfigError: options that exclude each other, a model without anything to replace, or files that do not have
+            the model's weights.
+    """
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs) -> Any:
+        options = _take_options(kwargs)
+        loaded = load_whole(super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
+        _patch(loaded[0] if isinstance(loaded, tuple) else loaded, options)  # a tuple with output_loading_info=True
+        return loaded
+
+    @classmethod
+    def from_config(cls, config, **kwargs) -> Any:
+        options = _take_options(kwargs)
+        model = super().from_config(config, **kwargs)
+        _patch(model, options)
+        return model
+
+
+def _take_options(kwargs: dict[str, Any]) -> PatchOptions:
+    return PatchOptions.of({name: kwargs.pop(name) for name in FLAGS if name in kwargs})
+
+
+def _patch(model: Any, options: PatchOptions) -> None:
+    announce(str(patch(model, options).report))

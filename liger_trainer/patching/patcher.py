@@ -20,21 +20,18 @@ from ..losses.cross_entropy import stored_logits_loss
 from ..losses.fused_forward import FusedLoss, check_loss, has_trl_head
 from ..losses.model_parts import output_module
 from ..losses.spec import LossOptions
-from .attention import patch_attention
-from .experts import patch_experts
-from .gated_norms import patch_gated_norms
-from .linears import patch_linears
-from .lora import patch_lora
-from .mlps import patch_mlps
-from .norms import patch_norms
+from .layers.attention import patch_attention
+from .layers.experts import patch_experts
+from .layers.gated_norms import patch_gated_norms
+from .layers.linears import patch_linears
+from .layers.lora import patch_lora
+from .layers.mlps import KIND as REMADE
+from .layers.mlps import patch_mlps, remake_mlps
+from .layers.norms import patch_norms
+from .layers.stacked_experts import patch_stacked_experts
 from .options import NothingToPatch, PatchOptions, PatchReport
-from .packed_attention import KIND, pack_attention
-from .patch_embedding import patch_patch_embedding
-from .placeholders import patch_placeholders
-from .remade_mlps import KIND as REMADE
-from .remade_mlps import remake_mlps
-from .stacked_experts import patch_stacked_experts
-from .tower_attention import patch_tower_attention
+from .packing.packed_attention import KIND, pack_attention
+from .vision import patch_patch_embedding, patch_placeholders, patch_tower_attention
 from .zero3 import gather_by_layers
 
 _MARK = "_liger_patched"

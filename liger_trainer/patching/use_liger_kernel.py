@@ -22,8 +22,7 @@ from ..errors import ConfigError
 from ..losses.fused_forward import has_trl_head
 from .options import PatchOptions, canonical
 from .patcher import Patched, base_of, patch, patched_record
-from .trl_log_probs import replace_trl_log_probs
-from .trl_stored_logits import replace_trl_stored_logits
+from .trl_losses import replace_trl_log_probs, replace_trl_stored_logits
 
 _replacements = Replacements()
 

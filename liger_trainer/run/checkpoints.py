@@ -6,10 +6,9 @@ from pathlib import Path
 
 from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
 from ..common.files import CONFIG, METRICS
-from ..config.overrides import parse_overrides, setting
-from ..config.places import API_KEY, needs_trust
+from ..config.check import API_KEY, needs_trust
 from ..config.settings import COMMAND_LINE
-from ..config.yaml_reader import read_settings
+from ..config.yaml_reader import parse_overrides, read_settings, setting
 from ..errors import ConfigError
 
 BEFORE = "measured_before.json"  # in a checkpoint of a run: its measurement before the first step

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from ..config.overrides import setting
-from .reports.verdict import verdict
+from ..config.yaml_reader import setting
+from .reports.html import verdict
 from .results import RunResults
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from transformers import Trainer
 from ..common.adapters import merged
 from ..common.checkpoints import checkpoints_in
 from ..common.console import is_main_process
-from ..common.files import CONFIG, DEFAULTS, METRICS, REPORT, write_atomically
+from ..common.files import CONFIG, DEFAULTS, METRICS, REPORT, write_atomically, writing_to
 from ..common.folder_lock import refuse_if_held
-from ..common.storage import writing_to
 from ..errors import LigerTrainerError, NonFiniteError, StorageError
 from ..secrets import redact, redacted
 from .environment import device_facts, versions

@@ -10,7 +10,7 @@ from peft import PeftModel
 from rich.console import Console
 from trl import get_peft_config
 
-from ..common.storage import writing_to
+from ..common.files import writing_to
 from ..trainers.sft_trainer import LigerTrainer
 from .data.datasets import RunData, load_run_datasets
 from .ending import print_ending

@@ -4,7 +4,9 @@ A document's key says where its records are, and the collator lays them out as t
 needed.
 """
 
+import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,18 +14,49 @@ from datasets import Dataset
 from torch import Tensor
 
 from ..common.files import sha256
-from ..errors import ConfigError
+from ..errors import ConfigError, CorruptError
 from ..losses.dense import RecordedAnswer
 from ..losses.sparse import SparseAnswer
 from ..losses.teacher_answer import TeacherAnswer
 from .base import DistillHost, Teacher
-from .cache.background_check import BackgroundCheck
 from .cache.hidden import HiddenFormat, TeacherHead
-from .cache.store import CacheSettings, TeacherCache
-from .collators import DocumentCollator
+from .cache.store import CacheIndex, CacheSettings, TeacherCache, check_shards
 from .config import TeacherConfig
 from .fingerprints import teacher_fingerprint
+from .row_keys import DocumentCollator
 from .vocabulary import check_student_vocabulary
+
+# Compare the shards of a cache with their checksums while a training already reads them.
+
+
+class BackgroundCheck:
+    """Reads every shard in a thread, which waits for nobody and holds nobody up: hashing runs outside of Python."""
+
+    def __init__(self, path: Path, index: CacheIndex):
+        self._damage: CorruptError | None = None
+        self._thread = threading.Thread(target=self._read, args=(path, index), name="teacher cache check", daemon=True)
+        self._thread.start()
+
+    def _read(self, path: Path, index: CacheIndex) -> None:
+        try:
+            for _ in check_shards(path, index, contents=True):
+                pass
+        except (CorruptError, OSError) as error:
+            self._damage = CorruptError(
+                f"{error} Training stopped before a checkpoint was saved with what it read there. Restore the file, or "
+                "capture the cache again, then start the same run again."
+            )
+
+    def raise_if_damaged(self) -> None:
+        """Raise CorruptError if damage has been found so far."""
+        if self._damage is not None:
+            raise self._damage
+
+    def wait(self) -> None:
+        """Return when every shard is compared. Raise CorruptError if one is damaged."""
+        self._thread.join()
+        self.raise_if_damaged()
+
 
 RECORDS = "teacher_records"
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # records are laid out four times as fast as by bytes

@@ -15,11 +15,10 @@ from ..errors import ConfigError, DataError
 from ..losses.multi_teacher import SeveralAnswers, WeightedAnswer
 from .adapters_off import SelfTeacher
 from .base import Cut, DistillHost, Teacher
-from .collators import DocumentCollator
 from .config import TeacherConfig, TeacherEntry, entries_of
 from .fingerprints import data_fingerprint
 from .model import ModelTeacher
-from .row_keys import check_known, row_key, rows_with
+from .row_keys import DocumentCollator, check_known, row_key, rows_with
 
 ROUTES, PRESENT = "teacher_routes", "teachers_present"
 NO_ROUTE = -1

@@ -1,21 +1,23 @@
 """Which class teaches: the one place that knows every kind of teacher."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from datasets import Dataset
 from transformers import PreTrainedModel
 
+from .. import plugins
 from ..errors import ConfigError
 from .adapters_off import SelfTeacher
 from .base import Teacher
 from .cached import CachedTeacher
 from .config import TeacherConfig
-from .cross_tokenizer import CrossTokenizerTeacher, RowsForReading
 from .ensemble import EnsembleTeacher
 from .model import ModelTeacher
-from .privileged import PrivilegedTeacher
 from .server import ServerTeacher
-from .spans import SpanTeacher
 
+RowsForReading = Callable[[Any, Dataset, Any, Any], Dataset]
+"""(args, dataset, tokenizer, formatting_func): the rows as a model with that tokenizer reads them."""
 GivenTeacher = PreTrainedModel | str | Mapping[str, PreTrainedModel | str] | None
 
 
@@ -46,7 +48,7 @@ def make_teacher(args: TeacherConfig, teacher_model: GivenTeacher, rows_for_read
     if args.teacher_prompt or args.teacher_prompt_column:
         if args.teacher == "server":
             raise ConfigError("teacher_prompt: the teacher must be in this process, not on a server.")
-        return PrivilegedTeacher(args, _plain(args, teacher_model, rows_for_reading))
+        return plugins.load("teacher_prompt").PrivilegedTeacher(args, _plain(args, teacher_model, rows_for_reading))
     return _plain(args, teacher_model, rows_for_reading)
 
 
@@ -60,6 +62,7 @@ def _plain(args: TeacherConfig, teacher_model: GivenTeacher, rows_for_reading: R
     assert not isinstance(teacher_model, Mapping)  # which are several
     plan = args.loss_plan()
     if plan.other_tokens:
-        kind = SpanTeacher if plan.of("alm") else CrossTokenizerTeacher
-        return kind(args, teacher_model, rows_for_reading)
+        if plan.of("alm"):
+            return plugins.load("alm").SpanTeacher(args, teacher_model, rows_for_reading)
+        return plugins.load("uld").CrossTokenizerTeacher(args, teacher_model, rows_for_reading)
     return ModelTeacher(args, teacher_model)

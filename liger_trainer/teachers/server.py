@@ -11,9 +11,8 @@ from ..errors import ConfigError
 from ..losses.sparse import SparseAnswer, TokenTargets
 from ..secrets import remember_settings
 from .base import DistillHost, Teacher
-from .completions_client import CompletionsServer, Question, ServerOptions, TopTokens
 from .config import TeacherConfig
-from .connection import key_in
+from .connection import CompletionsServer, Question, ServerOptions, TopTokens, key_in
 from .row_keys import documents, row_key
 from .vocabulary import (
     Vocabulary,

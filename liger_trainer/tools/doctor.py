@@ -21,9 +21,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ..errors import ConfigError
-from ..patching.patch_embedding import embed_patches
 from ..patching.patcher import NothingToPatch, Patched, PatchOptions, PatchReport
-from ..patching.placeholders import counting_forward
+from ..patching.vision import counting_forward, embed_patches
 from ..trainers.images import vision_tower
 
 # column of the table -> kinds of a report (`PatchReport.swapped`)

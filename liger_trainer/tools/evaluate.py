@@ -21,9 +21,9 @@ from ..common.adapters import ADAPTER, with_adapter
 from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG
 from ..common.weights import DamagedWeightsError
-from ..config.overrides import setting
 from ..config.run_config import load_run_config
 from ..config.settings import Setting
+from ..config.yaml_reader import setting
 from ..errors import ConfigError, CorruptError, NonFiniteError
 from ..run.data.datasets import DataFacts, RunData, load_run_datasets
 from ..run.metric_rows import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow

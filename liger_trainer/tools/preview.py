@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from ..losses.model_parts import placeholder_ids
 from ..trainers.images import ImageCollator
-from ..trainers.prepare_rows import Preparation
+from ..trainers.row_preparation import Preparation
 from ..trainers.rows import RowFacts, count_each, has_only_prompts, prepare_prompts
 
 if TYPE_CHECKING:
@@ -63,17 +63,16 @@ class _Followed(Preparation):
         dataset = dataset.add_column(ROW, list(range(len(dataset))))
         if formatting_func is None and has_only_prompts(dataset):  # completions are sampled in training
             prompts, facts = prepare_prompts(dataset, processing_class, args, self.chat_template, dataset_name, ROW)
-            self.row_facts[dataset_name] = facts
+            self.row_preparation.facts[dataset_name] = facts
             lengths = map(len, prompts["input_ids"])
             self.uncut[dataset_name] = {row: (length, 0) for row, length in zip(prompts[ROW], lengths, strict=True)}
             return prompts
         return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
 
-    def learnable_rows(self, tokenized: Dataset, args, packing: bool, dataset_name: str) -> Dataset:
+    def read_rows(self, tokenized: Dataset, kept: Dataset, dataset_name: str, part: slice) -> None:
         tokens, supervised, _ = count_each(tokenized, None)
         counts = zip(tokens.tolist(), supervised.tolist(), strict=True)
         self.uncut[dataset_name] = dict(zip(tokenized[ROW], counts, strict=True))
-        return super().learnable_rows(tokenized, args, packing, dataset_name)
 
 
 def preview(config: "RunConfig", data: "RunData", files: "ModelFiles", count: int) -> Preview:
@@ -100,7 +99,7 @@ def preview(config: "RunConfig", data: "RunData", files: "ModelFiles", count: in
             [_seen_with_images(collator, prepared[i], files.tokenizer, data.place("train", i)) for i in some], {}
         )
     rows = [_seen(trainer, prepared[index], data) for index in some]
-    return Preview(rows, trainer.row_facts)
+    return Preview(rows, trainer.row_preparation.facts)
 
 
 def _seen_with_images(collator: ImageCollator, row: dict[str, Any], tokenizer: Any, place: str) -> SeenRow:

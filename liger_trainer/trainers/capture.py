@@ -26,9 +26,8 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..common.console import announce
-from ..common.files import sha256, write_atomically
-from ..common.storage import writing_to
+from ..common.console import announce, on_first_rank
+from ..common.files import sha256, write_atomically, writing_to
 from ..errors import ConfigError
 from ..teachers.cache.hidden import HEAD
 from ..teachers.cache.reader import HiddenReader
@@ -48,9 +47,8 @@ from ..teachers.cache.store import (
 from ..teachers.fingerprints import data_fingerprint, template_fingerprint, tokenizer_fingerprint
 from ..teachers.row_keys import documents
 from .capture_model import RowReader, Source, model_source
-from .distill_config import LigerDistillConfig
-from .prepare_rows import PreparedRows, prepare_rows
-from .ranks import decided_by_first
+from .config import LigerDistillConfig
+from .row_preparation import PreparedRows, prepare_rows
 
 LOCK, MIB = ".lock", 2**20
 SECONDS_OF_A_PART = 60.0
@@ -150,12 +148,12 @@ def write_cache(
             stack.callback(_locked(path).release)
             return _earlier(path)
 
-        before = decided_by_first(first, begin)
+        before = on_first_rank(first, begin)
         rows = prepare_rows(args, tokenizer, train, test)
         at_work = _Capture.of(path, source(rows, stack), args, rows, before)
         with writing_to(path, "The same command goes on with the capture."):
             index = at_work.run(progress if progress and first else lambda *_: None)
-        return decided_by_first(first, lambda: index)
+        return on_first_rank(first, lambda: index)
 
 
 def _refuse_other_files(path: Path) -> None:
@@ -292,7 +290,7 @@ class _Capture:
             return [i for i, batch in enumerate(batches) if any(self.plan.keys[row] not in rows for row in batch)]
 
         batches = self.plan.batches(number, self.batch_size)
-        left = decided_by_first(self.rank == 0, missing)
+        left = on_first_rank(self.rank == 0, missing)
         return [[batches[i] for i in left[at : at + self.ranks]] for at in range(0, len(left), self.ranks)]
 
     def _read(self, batches: list[np.ndarray]) -> dict[bytes, Tensor]:

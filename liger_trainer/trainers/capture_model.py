@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from ..common.console import announce
 from ..errors import ConfigError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
-from ..patching.document_leaks import PackedRows
 from ..patching.options import PatchOptions
+from ..patching.packing.document_leaks import PackedRows
 from ..patching.patcher import patched_record
 from ..teachers.base import patch_layers
 from ..teachers.cache.reader import HiddenReader, Reader, TeacherReader
@@ -23,11 +23,11 @@ from ..teachers.cache.records import RecordFormat
 from ..teachers.cache.store import CacheSettings, HiddenSettings, TeacherName
 from ..teachers.fingerprints import teacher_fingerprint
 from ..teachers.placement import load_teacher, stays, stream_weights
-from .distill_config import LigerDistillConfig
-from .prepare_rows import PreparedRows
+from .config import LigerDistillConfig
+from .options import AUTO
+from .row_preparation import PreparedRows
 from .rows import check_positions
-from .step_config import AUTO
-from .student import take_liger_options
+from .student import pop_liger_options
 from .token_ids import check_ids
 
 
@@ -137,7 +137,7 @@ def _patched_as_live(teacher: PreTrainedModel, args: LigerDistillConfig) -> Call
         return lambda: None
     earlier = patched_record(teacher)
     was_packed = earlier is not None and earlier.packs_attention
-    options = take_liger_options(copy.copy(args)) or PatchOptions()
+    options = pop_liger_options(copy.copy(args)) or PatchOptions()
     rows = PackedRows(certain=False) if args.attention == AUTO and not args.torch_compile else None
     record = patch_layers(teacher, options, "teacher", rows)
     if record is None or was_packed:

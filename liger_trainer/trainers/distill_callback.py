@@ -14,7 +14,6 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import prepare_deepspeed
 
 from ..common.console import announce
-from ..common.non_finite import STOP, check_policy
 from ..common.replacements import Replacements
 from ..errors import ConfigError
 from ..losses.fused_forward import FusedLoss, LossOfOneForward
@@ -22,20 +21,21 @@ from ..losses.hidden_states import HiddenLosses
 from ..losses.model_parts import head_rows
 from ..losses.plan import SKEW_ALPHA, plan_of, without_effect
 from ..losses.spec import Logits, LossOptions, distillation_of
-from ..losses.token_output import TokenLossOutput
-from ..patching.document_leaks import PackedRows
-from ..patching.packed_attention import KIND
+from ..losses.teacher_answer import TokenLossOutput
+from ..patching.packing.document_leaks import PackedRows
+from ..patching.packing.packed_attention import KIND
 from ..patching.patcher import Patched, PatchOptions, base_of, patched_record
 from ..teachers.base import check_apart, patch_layers, teacher_logits
 from ..teachers.fingerprints import describe_frozen_model
 from ..teachers.placement import check_alike, load_frozen, shard, teacher_dtype
 from ..teachers.vocabulary import compare_tokenizers, tokenizer_of, with_heads
 from .best_metric import correct_guess, follow_direction
-from .evaluation_rows import tokens_that_count
+from .evaluation_rows import real_tokens
 from .finite_guard import FiniteGuard
-from .finite_weights import norm_of_gradients
+from .finite_report import norm_of_gradients
 from .loss_schedule import LossSchedule
-from .token_metrics import TokenMetrics, per_token_values
+from .metrics import TokenMetrics, per_token_values
+from .options import STOP, check_policy
 
 
 class DistillationCallback(TrainerCallback):
@@ -60,7 +60,7 @@ class DistillationCallback(TrainerCallback):
             one whose state is not finite.
         teacher: the teacher, once training has begun.
 
-    Adds to the logs what `LigerDistillTrainer` logs about the teacher; docs/ways-in.md says whom they reach.
+    Adds to the logs what `LigerDistillTrainer` logs about the teacher; docs/patching.md says whom they reach.
 
     Raises:
         ValueError: a value out of range, or a loss that is not known.
@@ -155,7 +155,7 @@ class DistillationCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model: Any = None, optimizer: Any = None, **kwargs) -> None:
         assert self.finite is not None
-        self.finite.saw_norm(norm_of_gradients(model, optimizer, args.device))
+        self.finite.record_norm(norm_of_gradients(model, optimizer, args.device))
         self.finite.on_pre_optimizer_step(args, state, control, optimizer=optimizer, **kwargs)
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
@@ -248,13 +248,13 @@ class DistillationCallback(TrainerCallback):
             return teacher_logits(called, self.teacher, *args, **{**inputs, "use_cache": False})
 
     def _record(self, mode: str, outputs: TokenLossOutput, inputs: dict[str, Any]) -> None:
-        counts = outputs.label_mask if mode == "train" else tokens_that_count(outputs.label_mask)
+        counts = outputs.label_mask if mode == "train" else real_tokens(outputs.label_mask)
         values = per_token_values(outputs).items()
         sums = {name: value.masked_fill(~counts, 0).sum(dtype=torch.float64) for name, value in values}
         self._metrics[mode].add(sums, counts.sum(dtype=torch.float64))
         if mode == "train" and self.finite is not None:
-            self.finite.saw_teacher(sums)
-            self.finite.saw_loss(outputs.loss, inputs)
+            self.finite.record_teacher(sums)
+            self.finite.record_loss(outputs.loss, inputs)
 
 
 class _DistillationLoss(FusedLoss):

@@ -3,31 +3,35 @@
 # transformers types its Trainer's model, args and accelerator more loosely than they are once it is constructed:
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
+import shlex
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from torch import Tensor
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.data_utils import is_conversational
 
+from ..common.checkpoints import checkpoints_in
+from ..common.files import CONFIG
 from ..errors import ConfigError, TeacherServerError
 from ..losses.spec import LossOptions
-from ..losses.token_output import TokenLossOutput
+from ..losses.teacher_answer import TokenLossOutput
 from ..patching.patcher import Patched, base_of
 from ..teachers.factory import GivenTeacher, make_teacher
-from ..teachers.model import ModelTeacher
 from ..teachers.own_images import take_processor
 from .best_metric import correct_guess
-from .distill_config import LigerDistillConfig
-from .from_trl_args import moved
-from .giving_up import save_and_advise
+from .config import LigerDistillConfig
+from .from_trl_args import from_trl
 from .images import check_settings
-from .loss_schedule import LossProgress
+from .loss_schedule import LossState
+from .metrics import per_token_values
 from .on_policy import SOURCE, STUDENT, OnPolicy, PromptCollator
-from .prepare_rows import cut_of, rows_for_reading
+from .row_preparation import rows_for_reading
 from .rows import (
     GENERATION_PROMPT,
     asked,
@@ -42,7 +46,6 @@ from .sequence_parallel import check_teacher_of_slices
 from .sft_trainer import LigerTrainer
 from .student import check_prompt_learning, disable_dropout
 from .token_ids import check_ids
-from .token_metrics import per_token_values
 
 
 class LigerDistillTrainer(LigerTrainer):
@@ -93,17 +96,18 @@ class LigerDistillTrainer(LigerTrainer):
     _name = "Distillation"
 
     def __init__(self, model, teacher_model: GivenTeacher = None, args=None, teacher_processor: Any = None, **kwargs):
+        # Before LigerTrainer's: its __init__ prepares the rows, which the teacher sees, and puts our loss on the model.
         of_trl = not isinstance(args, LigerDistillConfig)
         if of_trl:
             if args is not None:
                 correct_guess(args)
-            args, kwargs = moved(args, kwargs)
+            args, kwargs = from_trl(args, kwargs)
         teacher_model = teacher_model if teacher_model is not None else args.teacher_model_name_or_path
         if teacher_model is model and not isinstance(model, str):
             raise ConfigError("The student cannot be its own teacher: its weights would move under the teacher.")
         if kwargs.get("compute_loss_func") is not None:
             raise ConfigError("compute_loss_func would take the place of distillation. Use LigerTrainer with it.")
-        check_settings(kwargs.get("train_dataset"), args)
+        check_settings(kwargs.get("train_dataset"), args)  # of images, before a teacher is loaded
         self.teaching = make_teacher(args, teacher_model, rows_for_reading)
         if teacher_processor is not None:
             take_processor(self.teaching, teacher_processor)
@@ -113,18 +117,19 @@ class LigerDistillTrainer(LigerTrainer):
         self.lmbda, self.prompts_alone = args.lmbda, set[str]()
         self._late_chats = False  # whether the rows are chats whose generation prompts were not prepared
         super().__init__(model, args, **kwargs)
+        # Now the collator is there, and the layers are patched.
         check_teacher_of_slices(self, samples=bool(args.samples or self.prompts_alone))
         if args.teacher != "self":  # which wants adapters that can be switched off
             check_prompt_learning(self.student)
         self._prepare_teacher()
         if args.disable_dropout:
             disable_dropout(self.student)
+        # Its completions are batched by the collator inside the teacher's.
         self._on_policy = OnPolicy(self, self._rows_collator) if args.samples or self.prompts_alone else None
         if not of_trl:  # whose own defaults are set here
-            for message in args.in_vain(sampled=self._on_policy is not None):
+            for message in args.unused_fields(sampled=self._on_policy is not None):
                 warnings.warn(message, stacklevel=2)
         self._source: str | None = None  # who wrote the completions of the micro-batch at hand, where some are sampled
-        self._evaluated = 0
 
     def _prepare_teacher(self) -> None:
         """Have the teacher check rows and student, and put its loss on the student."""
@@ -133,84 +138,24 @@ class LigerDistillTrainer(LigerTrainer):
         self._rows_collator, self.data_collator = self.data_collator, self.teaching.collator(self.data_collator)
         if self.args.samples:
             self.data_collator = PromptCollator(self.data_collator)
-        vocab_size = self.teaching.prepare(self)
+        vocab_size = self.teaching.prepare(self)  # loads it where it is a name; compares vocabularies
         self._check_rows_of_both(vocab_size)
         if self.args.teacher != "self":
             with self.teaching.live() as models:
                 for name, model in models.items():
                     whose, read = f"the teacher {name}".rstrip(), self.teaching.longest_row
-                    check_positions(self.named_datasets(), self.args, base_of(model), whose, read)
-        self.progress = LossProgress(self, self.args.loss_plan())
+                    check_positions(self.row_preparation.named_datasets(), self.args, base_of(model), whose, read)
+        # Before there is an optimizer, which gets its projectors.
+        self.progress = LossState(self, self.args.loss_plan())
         self.add_callback(self.progress)
         self.distil(vocab_size=vocab_size)
 
-    @property
-    def student(self) -> Any:
-        """Return the model that learns, without its wrapper for several processes."""
-        return self.accelerator.unwrap_model(self.model)
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._tokenizer
-
-    def why_whole_head(self) -> str | None:
-        if not isinstance(self.teaching, ModelTeacher):
-            return "only a single teacher model in this process is compared with a head whose rows lie on the ranks"
-        plan = self.args.loss_plan()
-        if plan.other_tokens or plan.of("hidden"):
-            return "uld, alm and the losses on hidden states need whole models"
-        return super().why_whole_head()
-
-    def teacher_fingerprints(self) -> dict[str, Any]:
-        return {"teacher": {"kind": self.args.teacher, **self.teaching.fingerprints()}}
-
-    @property
-    def teacher(self) -> Any:
-        return self.teaching.model
-
-    @property
-    def teacher_model(self) -> Any:
-        """Return `teacher`, under the name that it has in TRL's trainers."""
-        return self.teacher
-
-    @property
-    def teacher_patched(self) -> Patched | None:
-        return self.teaching.patched
-
-    def frozen_models(self) -> dict[str, Any]:
-        # the student, with its adapters off, is a teacher too, but has its own graphs
-        with self.teaching.live() as models:
-            frozen = {f"teacher {name}".rstrip(): model for name, model in models.items()}
-        return {name: model for name, model in frozen.items() if not any(p.requires_grad for p in model.parameters())}
-
-    def distil(self, **changes: Any) -> None:
-        """Go on with another loss. `changes` are fields of `Distillation`, such as `temperature` or `ce_weight`.
-
-        Evaluations change too, except for what a schedule moves: there it has its final value.
-        """
-        self.distillation = replace(self.distillation, **changes)
-        assert self.fused is not None
-        self.progress.set_loss(self.fused, self.loss_options())
-
-    def loss_options(self) -> LossOptions:
-        return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=self.distillation)
-
-    def use_own_loss(self) -> None:
-        before = self.fused
-        super().use_own_loss()
-        if self.fused is not before:
-            self.distil()
-
-    def learnable_rows(self, tokenized, args, packing, dataset_name):
-        kept = super().learnable_rows(tokenized, args, packing, dataset_name)
-        part = cut_of(args, packing)
-        self.teaching.read_rows(kept, dataset_name, lambda tokens: tokens[part])
-        return kept
+    # rows, before training
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         self.teaching.see(dataset, processing_class, dataset_name)
         if formatting_func is None and has_only_prompts(dataset):
-            dataset = self.check_chats(dataset, processing_class, dataset_name)
+            dataset = self.row_preparation.check_chats(dataset, processing_class, dataset_name)
             return self._prepare_prompts(dataset, processing_class, args, dataset_name)
 
         def prepare(rows, packing):
@@ -233,17 +178,9 @@ class LigerDistillTrainer(LigerTrainer):
         self._late_chats = not args.samples and is_conversational(next(iter(prepared)))
         return self._with_generation_prompts(prepared, processing_class, args) if args.samples else prepared
 
-    def _with_generation_prompts(self, prepared: Any, tokenizer: Any, args: Any) -> Any:
-        template = self.chat_template
-        rows = with_generation_prompts(prepared, tokenizer, args, template)
-
-        def read(reader: Any) -> list[list[int]]:
-            if reader is tokenizer:
-                return rows[GENERATION_PROMPT][:]
-            return prompt_ids(prepared.map(lambda row: asked(row, tokenizer, template)), reader, None, None)
-
-        self.teaching.see_prompts(rows, "train", read, tokenizer=tokenizer)
-        return rows
+    def read_rows(self, tokenized: Dataset, kept: Dataset, dataset_name: str, part: slice) -> None:
+        super().read_rows(tokenized, kept, dataset_name, part)
+        self.teaching.read_rows(kept, dataset_name, lambda tokens: tokens[part])
 
     def check_rows(self) -> None:
         """Do nothing yet: where the tokenizers differ, the teacher's refusal says more (`_check_rows_of_both`)."""
@@ -256,9 +193,21 @@ class LigerDistillTrainer(LigerTrainer):
 
     def _check_unprepared_rows(self) -> None:
         """Show the teacher the rows that `skip_prepare_dataset` has kept from it, as far as they can be read."""
-        for name, rows in self.named_datasets().items():
+        for name, rows in self.row_preparation.named_datasets().items():
             readable = isinstance(rows, Dataset) and {"input_ids", "labels"} <= set(rows.column_names)
             self.teaching.check(rows if readable and self.args.teacher_column is None else None, name, self.tokenizer)
+
+    def _with_generation_prompts(self, prepared: Any, tokenizer: Any, args: Any) -> Any:
+        template = self.chat_template
+        rows = with_generation_prompts(prepared, tokenizer, args, template)
+
+        def read(reader: Any) -> list[list[int]]:
+            if reader is tokenizer:
+                return rows[GENERATION_PROMPT][:]
+            return prompt_ids(prepared.map(lambda row: asked(row, tokenizer, template)), reader, None, None)
+
+        self.teaching.see_prompts(rows, "train", read, tokenizer=tokenizer)
+        return rows
 
     def _prepare_prompts(self, dataset, processing_class, args, dataset_name):
         """Prepare rows without completions. In evaluation the student writes them; in training all must be sampled."""
@@ -289,6 +238,8 @@ class LigerDistillTrainer(LigerTrainer):
         self.teaching.check(prompts, dataset_name, tokenizer)
         return prompts.remove_columns(column)
 
+    # one step: completions are sampled, the teacher answers, the loss moves along its plan
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Sample completions for the micro-batches of an optimizer step, before transformers counts their tokens."""
         if self.lmbda == 0 and not self.args.seq_kd and self._on_policy is None:
@@ -306,43 +257,11 @@ class LigerDistillTrainer(LigerTrainer):
             self._on_policy = OnPolicy(self, self._rows_collator)
         return self._on_policy
 
-    def _set_signature_columns_if_needed(self):
-        super()._set_signature_columns_if_needed()
-        if GENERATION_PROMPT not in self._signature_columns:
-            self._signature_columns.append(GENERATION_PROMPT)
-
-    def evaluation_loop(self, *args, **kwargs):
-        self._evaluated = 0
-        return super().evaluation_loop(*args, **kwargs)
-
-    def start_counting(self, tokens: int) -> None:
-        super().start_counting(tokens)
-        if self._on_policy is not None:
-            self._on_policy.flush()
-
-    def prediction_step(self, model, inputs, *args, **kwargs):
-        if self.prompts_alone - {"train"} and not bool((inputs["labels"] != -100).any()):
-            self._evaluated += 1
-            inputs = self._sampling().replace_in_eval(inputs, self._evaluated)
-        return super().prediction_step(model, inputs, *args, **kwargs)
-
-    def train(self, *args, **kwargs):
-        try:
-            output = super().train(*args, **kwargs)
-        except TeacherServerError as error:
-            raise TeacherServerError(f"{error} {save_and_advise(self)}") from error
-        self.teaching.settle()
-        return output
-
-    def _save_checkpoint(self, model, trial):
-        self.teaching.settle()
-        super()._save_checkpoint(model, trial)
-
-    def evaluate(self, *args, **kwargs):
-        metrics = super().evaluate(*args, **kwargs)
-        if not self.is_in_train:  # there, checkpoints and the end of training wait for it
-            self.teaching.settle()
-        return metrics
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self.progress.average_gradients()
+        return loss
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         self._source = inputs.pop(SOURCE, None)
@@ -351,6 +270,16 @@ class LigerDistillTrainer(LigerTrainer):
         # What the student has just written is no label: to learn it would only make the student surer of itself.
         with self.fused.without_cross_entropy() if self._source == STUDENT else nullcontext():
             return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        hidden = self.progress.hidden
+        if hidden is None:
+            return {"teacher_logits": self.teaching.answer(inputs)}
+        with hidden.of_teacher() as hidden_pass:
+            return {"teacher_logits": self.teaching.answer(inputs), "hidden_pass": hidden_pass}
+
+    def per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
+        return {**super().per_token(outputs), **per_token_values(outputs)}
 
     def add_metrics(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
         super().add_metrics(mode, totals, tokens)
@@ -366,23 +295,62 @@ class LigerDistillTrainer(LigerTrainer):
             logs.update(self.progress.logged)
         super().log(logs, start_time)
 
-    def teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        hidden = self.progress.hidden
-        if hidden is None:
-            return {"teacher_logits": self.teaching.answer(inputs)}
-        with hidden.of_teacher() as hidden_pass:
-            return {"teacher_logits": self.teaching.answer(inputs), "hidden_pass": hidden_pass}
+    # the loss
 
-    def training_step(self, *args, **kwargs):
-        loss = super().training_step(*args, **kwargs)
-        if self.accelerator.sync_gradients:
-            self.progress.average_gradients()
-        return loss
+    def distil(self, **changes: Any) -> None:
+        """Go on with another loss. `changes` are fields of `Distillation`, such as `temperature` or `ce_weight`.
+
+        Evaluations change too, except for what a schedule moves: there it has its final value.
+        """
+        self.distillation = replace(self.distillation, **changes)
+        assert self.fused is not None
+        self.progress.set_loss(self.fused, self.loss_options())
+
+    def loss_options(self) -> LossOptions:
+        return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=self.distillation)
+
+    def use_own_loss(self) -> None:
+        before = self.fused
+        super().use_own_loss()
+        if self.fused is not before:
+            self.distil()
+
+    # an evaluation, and a training
+
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        if self.prompts_alone - {"train"} and not bool((inputs["labels"] != -100).any()):
+            self.evaluation_rows.sampled += 1
+            inputs = self._sampling().replace_in_eval(inputs, self.evaluation_rows.sampled)
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def train(self, *args, **kwargs):
+        try:
+            return super().train(*args, **kwargs)
+        except TeacherServerError as error:
+            raise TeacherServerError(f"{error} {save_and_hint(self)}") from error
+
+    def settle(self) -> None:
+        self.teaching.settle()
+
+    def restart_metrics(self, tokens: int) -> None:
+        super().restart_metrics(tokens)
+        if self._on_policy is not None:
+            self._on_policy.flush()
 
     def create_optimizer(self, *args, **kwargs):
         optimizer = super().create_optimizer(*args, **kwargs)
         self.progress.join(optimizer)
         return optimizer
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        if GENERATION_PROMPT not in self._signature_columns:
+            self._signature_columns.append(GENERATION_PROMPT)
+
+    # checkpoints
+
+    def teacher_fingerprints(self) -> dict[str, Any]:
+        return {"teacher": {"kind": self.args.teacher, **self.teaching.fingerprints()}}
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
@@ -397,5 +365,51 @@ class LigerDistillTrainer(LigerTrainer):
         super()._load_best_model()
         self.progress.load_best(str(self.state.best_model_checkpoint))
 
-    def per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
-        return {**super().per_token(outputs), **per_token_values(outputs)}
+    # the models
+
+    @property
+    def student(self) -> Any:
+        """Return the model that learns, without its wrapper for several processes."""
+        return self.accelerator.unwrap_model(self.model)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @property
+    def teacher(self) -> Any:
+        return self.teaching.model
+
+    @property
+    def teacher_model(self) -> Any:
+        """Return `teacher`, under the name that it has in TRL's trainers."""
+        return self.teacher
+
+    @property
+    def teacher_patched(self) -> Patched | None:
+        return self.teaching.patched
+
+    def frozen_models(self) -> dict[str, Any]:
+        # the student, with its adapters off, is a teacher too, but has its own graphs
+        with self.teaching.live() as models:
+            frozen = {f"teacher {name}".rstrip(): model for name, model in models.items()}
+        return {name: model for name, model in frozen.items() if not any(p.requires_grad for p in model.parameters())}
+
+
+def save_and_hint(trainer: Any) -> str:
+    """Save a checkpoint after the last whole step, unless there is one, and return how to go on from it.
+
+    With several processes nothing is saved: the others are in the middle of a step and know nothing of it.
+    """
+    args, step = trainer.args, trainer.state.global_step
+    folder = Path(str(args.output_dir))
+    checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    if step > 0 and args.world_size == 1 and not checkpoint.is_dir():
+        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+        trainer.control = trainer.callback_handler.on_save(args, trainer.state, trainer.control)
+    saved = checkpoints_in(folder)
+    if not saved:
+        return "No step was taken, so nothing was saved." if step == 0 else "No checkpoint was saved."
+    by_command = (folder / CONFIG).is_file()
+    how = shlex.join(["liger-trainer", "resume", str(folder)]) if by_command else "train(resume_from_checkpoint=True)"
+    return f"Training stopped after step {step}; {saved[-1]} is saved. When the server is back, go on: {how}"

@@ -6,11 +6,9 @@ leaves them out of their batch. Where a batch has no other rows, one stays, so t
 counts nothing.
 """
 
-# As in sft_trainer.py:
-# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
-
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,8 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, SequentialSampler
 
 from ..common.replacements import Replacements
-from .token_metrics import TokenMetrics
-from .training_rows import ReproducibleRows
+from .metrics import TokenMetrics
 
 REPEATED = "rows_are_repeated"  # the key that marks a batch in which nothing counts
 
@@ -35,7 +32,7 @@ class Repeated(NamedTuple):
     row: Any
 
 
-class FilledRows(Dataset):
+class PaddedRows(Dataset):
     """The rows of a dataset, and beyond its end the first one again."""
 
     def __init__(self, rows: Any, multiple: int):
@@ -56,10 +53,10 @@ class FilledRows(Dataset):
         return [*rows, *(self[place] for place in places[len(within) :])]
 
 
-class FilledSampler(Sampler[int]):
+class PaddedSampler(Sampler[int]):
     """The order of a sampler of `rows`, then the places beyond their end."""
 
-    def __init__(self, sampler: Any, rows: FilledRows):
+    def __init__(self, sampler: Any, rows: PaddedRows):
         self.sampler, self.rows = sampler, rows
 
     def __len__(self) -> int:
@@ -70,7 +67,7 @@ class FilledSampler(Sampler[int]):
         yield from range(len(self.rows), len(self))
 
 
-class FilledStream(IterableDataset):
+class PaddedStream(IterableDataset):
     """The rows of a stream, and then the first one until the last batch is full."""
 
     def __init__(self, rows: Any, multiple: int):
@@ -94,7 +91,7 @@ class FilledStream(IterableDataset):
             yield Repeated(first)
 
 
-class CollatorOfEachOnce:
+class RealRowsCollator:
     """Collate the rows that are not repeated. Where all are, collate one of them and mark the batch REPEATED."""
 
     def __init__(self, collator: Any):
@@ -109,7 +106,7 @@ class CollatorOfEachOnce:
         return batch
 
 
-def rows_that_count(rows: int) -> int:
+def real_rows(rows: int) -> int:
     """Return how many of this process's batch of `rows` are not repeated, for a loader that accelerate fills.
 
     It fills the last batch alone, behind the rows of all processes.
@@ -122,7 +119,7 @@ def rows_that_count(rows: int) -> int:
     return min(max(state.remainder - index * rows, 0), rows)
 
 
-def tokens_that_count(mask: Tensor) -> Tensor:
+def real_tokens(mask: Tensor) -> Tensor:
     """Return the `mask` (batch, length) of tokens without the rows with which accelerate fills a batch.
 
     This is for trainers with loaders of their own, under a callback. Warns where nothing says which rows these are.
@@ -137,7 +134,7 @@ def tokens_that_count(mask: Tensor) -> Tensor:
         if count is not None:
             return mask & (torch.arange(mask.shape[1], device=mask.device) < count)
     elif not isinstance(loader.dataset, IterableDatasetShard):
-        return mask & (torch.arange(len(mask), device=mask.device) < rows_that_count(len(mask)))[:, None]
+        return mask & (torch.arange(len(mask), device=mask.device) < real_rows(len(mask)))[:, None]
     warnings.warn(
         "accelerate fills the last batch of this evaluation with rows from its beginning, and does not say which, so "
         "the teacher's metrics count them twice. Use LigerDistillTrainer, or one process.",
@@ -158,94 +155,102 @@ def _tokens_behind_one_another(loader: Any, shard: BatchSamplerShard) -> int | N
     return sum(len(rows[place]["input_ids"]) for place in range(first, min(first + size, len(rows))))
 
 
-class EvaluationOfEachRow(ReproducibleRows):
-    """SFTTrainer whose evaluations count each row once, on any number of processes. See the top of this file.
+class EvaluationRows:
+    """A trainer's evaluations, in which each row counts once. See the top of this file.
 
     Attributes:
-        evaluated_rows: how many rows of the batch at hand count. Without padding, all its rows are one.
-        evaluated_items: how many tokens the loss of the batch at hand is a mean over; None where nobody counted them.
+        rows: how many rows of the batch at hand count. Without padding, all its rows are one.
+        sampled: how many batches of this evaluation, on this process, have completions that were sampled.
+        items: how many tokens the loss of the batch at hand is a mean over; None where nobody counted them.
     """
 
-    evaluated_rows = 1
-    evaluated_items: Tensor | float | None = None
-    _loss_only = True
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self.rows, self.sampled = 1, 0
+        self.items: Tensor | float | None = None
+        self._loss_only = True
         self._losses = TokenMetrics()
 
-    def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
-        make, stream = super()._get_dataloader, isinstance(dataset, IterableDataset)
-        if is_training or not self._fills_batches(stream):
-            return make(dataset, description, batch_size, sampler_fn, is_training, **kwargs)
-        multiple = batch_size * (1 if self.accelerator.split_batches else self.accelerator.num_processes)
+    def loader(self, make: Callable[..., Any], dataset: Any, description: str, batch_size: int, sampler_fn: Any, **how):
+        """Return the loader that Trainer would `make`, whose repeated rows are left out of their batches."""
+        stream = isinstance(dataset, IterableDataset)
+        if not self._repeats_rows(stream):
+            return make(dataset, description, batch_size, sampler_fn, False, **how)
+        accelerator = self._trainer.accelerator
+        multiple = batch_size * (1 if accelerator.split_batches else accelerator.num_processes)
         if stream:
-            loader = make(FilledStream(dataset, multiple), description, batch_size, None, **kwargs)
+            loader = make(PaddedStream(dataset, multiple), description, batch_size, None, **how)
         else:
             if isinstance(dataset, HubDataset):
-                dataset = self._remove_unused_columns(dataset, description=description)
+                dataset = self._trainer._remove_unused_columns(dataset, description=description)
             sampler = (sampler_fn and sampler_fn(dataset)) or SequentialSampler(dataset)
-            rows = FilledRows(dataset, multiple)
-            loader = make(rows, description, batch_size, lambda _: FilledSampler(sampler, rows), **kwargs)
-        loader.base_dataloader.collate_fn = CollatorOfEachOnce(loader.base_dataloader.collate_fn)
+            rows = PaddedRows(dataset, multiple)
+            loader = make(rows, description, batch_size, lambda _: PaddedSampler(sampler, rows), **how)
+        loader.base_dataloader.collate_fn = RealRowsCollator(loader.base_dataloader.collate_fn)
         return loader
 
-    def _fills_batches(self, stream: bool) -> bool:
+    def _repeats_rows(self, stream: bool) -> bool:
         """Return whether rows would be repeated, and can be marked."""
+        accelerator = self._trainer.accelerator
         # Where one process reads for all, accelerate cuts its batches up: nothing can be marked.
-        dispatched = self.accelerator.dispatch_batches
-        alone = self.accelerator.num_processes == 1
-        return not (alone or self.args.dataloader_drop_last or (stream if dispatched is None else dispatched))
+        dispatched = accelerator.dispatch_batches
+        one_process, drops = accelerator.num_processes == 1, self._trainer.args.dataloader_drop_last
+        return not (one_process or drops or (stream if dispatched is None else dispatched))
 
-    def evaluation_loop(self, *args, **kwargs):
-        if self.accelerator.num_processes > 1:
-            self.gather_function = self._gather_once
-        self._losses = TokenMetrics()
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Within the context, which is one evaluation, repeated rows are not gathered, and losses are added up.
+
+        The loss of a batch is what `prediction_step` returns, a subclass's too, so it is taken where that is called.
+        """
+        if self._trainer.accelerator.num_processes > 1:
+            self._trainer.gather_function = self._gather_once
+        self._losses, self.sampled = TokenMetrics(), 0
         replacements = Replacements()
-        replacements.set(self, "prediction_step", partial(self._with_returned_loss, self.prediction_step))
+        replacements.set(
+            self._trainer, "prediction_step", partial(self._with_returned_loss, self._trainer.prediction_step)
+        )
         try:
-            return super().evaluation_loop(*args, **kwargs)
+            yield
         finally:
             replacements.undo()
 
     def _with_returned_loss(self, prediction_step: Callable[..., Any], *args, **kwargs) -> Any:
-        """Evaluate a batch, and add the loss that comes of it, a subclass's too, to the mean over tokens."""
-        self.evaluated_items = None
+        self.items = None
         loss, *rest = prediction_step(*args, **kwargs)
-        if loss is not None and self.evaluated_items is not None:  # else transformers' mean over rows stands
-            items = torch.as_tensor(self.evaluated_items, dtype=torch.float64, device=loss.device)
+        if loss is not None and self.items is not None:  # else transformers' mean over rows stands
+            items = torch.as_tensor(self.items, dtype=torch.float64, device=loss.device)
             sums = loss.detach().double() * items, items
-            total, items = sums if self.evaluated_rows else map(torch.zeros_like, sums)
+            total, items = sums if self.rows else map(torch.zeros_like, sums)
             self._losses.add({"loss": total}, items)
         return loss, *rest
 
     def returned_loss(self) -> dict[str, float]:
         """Return the mean of the losses since the last call, over the tokens of all ranks; empty without any."""
-        over_ranks: Any = partial(self.accelerator.reduce, reduction="sum")
+        over_ranks: Any = partial(self._trainer.accelerator.reduce, reduction="sum")
         return self._losses.flush(over_ranks)
 
-    def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
-        self._loss_only = prediction_loss_only
-        inputs = self._without_repeated(inputs)
-        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+    def without_repeated(self, inputs: Any, loss_only: bool) -> Any:
+        """Return the batch without labels in repeated rows. A batch of only them stays as it is and counts nothing.
 
-    def _without_repeated(self, inputs: Any) -> Any:
-        """Return the batch without labels in repeated rows. A batch of them alone stays as it is and counts nothing."""
+        loss_only: whether nothing of the batch is gathered but its loss.
+        """
+        self._loss_only = loss_only
         labels = inputs["labels"]
-        self.evaluated_rows = 0 if inputs.pop(REPEATED, False) else rows_that_count(len(labels))
-        if self.evaluated_rows in (0, len(labels)):
+        self.rows = 0 if inputs.pop(REPEATED, False) else real_rows(len(labels))
+        if self.rows in (0, len(labels)):
             return inputs
         labels = labels.clone()
-        labels[self.evaluated_rows :] = -100
+        labels[self.rows :] = -100
         return {**inputs, "labels": labels}
 
     def _gather_once(self, data: Any) -> Any:
         """Gather the rows that count from all processes."""
-        accelerator = self.accelerator
+        accelerator = self._trainer.accelerator
         if self._loss_only:  # transformers' mean of the batches' losses; our log replaces it
             return accelerator.gather(data)
-        local: Any = recursively_apply(lambda x: x[: self.evaluated_rows], data)
-        counts: Any = accelerator.gather(torch.tensor([self.evaluated_rows], device=accelerator.device))
+        local: Any = recursively_apply(lambda x: x[: self.rows], data)
+        counts: Any = accelerator.gather(torch.tensor([self.rows], device=accelerator.device))
         ends = list(enumerate(counts.tolist()))
         padded = accelerator.gather(accelerator.pad_across_processes(local, dim=0, pad_index=-100))
         return recursively_apply(lambda x: torch.cat([x.chunk(len(ends))[i][:n] for i, n in ends]), padded)

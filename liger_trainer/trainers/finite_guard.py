@@ -5,6 +5,7 @@ when the next step is done, so the host never waits for the step at hand. They a
 for the device anyway, to log, to evaluate or to save: no checkpoint is written from a state that nobody has looked at.
 """
 
+import statistics
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +14,23 @@ from typing import Any, NoReturn
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from ..common.checkpoints import TRAINER_STATE
-from ..common.non_finite import SKIP, STOP, check_policy
-from ..common.optimizers import updating_in_backward
 from ..errors import ConfigError
 from ..kernels.types import HostCopy
-from .finite_report import FiniteReport, are, warn
-from .finite_weights import largest, moments
-from .loss_spikes import LossSpikes
-from .row_search import Batch
-from .step_numbers import GatheredNumbers, StepNumbers
+from .finite_report import Batch, FiniteReport, abs_max, kept_of, moments, subject_and_verb, warn
+from .options import SKIP, STOP, check_policy, updating_in_backward
 
 MOST_IN_A_ROW = 10  # steps that `skip_step` leaves out before it stops, too
-LATE = 1  # the numbers of so many steps may still be on their way to the host
+STEPS_BEHIND = 1  # so many steps' numbers may be on their way to the host: it reads them one step late, without waiting
+
+# of spikes of the loss
+WINDOW, LEAST = 100, 20  # steps that a loss is compared with, and how many of them there must be
+LIMIT = 8.0  # a z-score beyond it is a spike
+TO_DEVIATION = 1.4826  # of a normal distribution: its standard deviation over its median absolute deviation
+LEAST_SPREAD = 0.02  # of the median: losses that barely move are not spikes of one another
 
 
 @dataclass
@@ -49,10 +52,10 @@ class _Step:
 class FiniteGuard(TrainerCallback):
     """Stops a training at numbers that are not finite, or leaves out such steps; warns of spikes of the loss.
 
-    A trainer tells it each micro-batch (`saw_teacher`, `saw_loss`) and gradient norm (`saw_norm`). The rest it learns
-    as a callback. The update of a step that is not finite is dropped on the device by optimizers that can, as the fused
-    ones of torch. With others `skip_step` waits for the device in each step, and `stop` leaves the weights lost.
-    DeepSpeed has stepped before it is asked, and leaves out steps whose gradients are not finite by itself.
+    A trainer tells it each micro-batch (`record_teacher`, `record_loss`) and gradient norm (`record_norm`). The rest it
+    learns as a callback. The update of a step that is not finite is dropped on the device by optimizers that can, as
+    the fused ones of torch. With others `skip_step` waits for the device in each step, and `stop` leaves the weights
+    lost. DeepSpeed has stepped before it is asked, and leaves out steps whose gradients are not finite by itself.
 
     Args:
         policy: "stop" or "skip_step".
@@ -83,15 +86,15 @@ class FiniteGuard(TrainerCallback):
 
     # what the trainer says
 
-    def saw_teacher(self, sums: dict[str, Tensor]) -> None:
+    def record_teacher(self, sums: dict[str, Tensor]) -> None:
         """Take what the teacher said about a micro-batch, by the names of metrics."""
         self._numbers.add_teacher(sums)
 
-    def saw_loss(self, loss: Tensor, inputs: dict[str, Any]) -> None:
+    def record_loss(self, loss: Tensor, inputs: dict[str, Any]) -> None:
         """Take the loss of a micro-batch, after its teacher."""
         self._numbers.add_loss(loss, inputs)
 
-    def saw_norm(self, norm: Tensor | float | None) -> None:
+    def record_norm(self, norm: Tensor | float | None) -> None:
         """Take the norm of a step's gradients, of all ranks. Under fp16 an infinite one is how its scale is found."""
         self._numbers.norm = None if self._accelerator.mixed_precision == "fp16" else norm
 
@@ -123,7 +126,7 @@ class FiniteGuard(TrainerCallback):
         vars(innermost(optimizer)).pop("found_inf", None)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        while len(self._pending) > LATE:
+        while len(self._pending) > STEPS_BEHIND:
             self._judge(self._pending.popleft())
         self._before_reading(state, control)
 
@@ -156,7 +159,7 @@ class FiniteGuard(TrainerCallback):
         parts = {"weights": report.weights().values(), "optimizer state": moments(report.optimizer)}
         looked_at = list(parts)[: 1 + and_moments]
         device = self._accelerator.device
-        sizes = self._gathered(torch.stack([largest(parts[name], device) for name in looked_at]))
+        sizes = self._gathered(torch.stack([abs_max(parts[name], device) for name in looked_at]))
         finite = torch.isfinite(sizes).all(0).tolist()
         wrong = [name for name, right in zip(looked_at, finite, strict=True) if not right]
         if wrong:
@@ -193,7 +196,7 @@ class FiniteGuard(TrainerCallback):
         if self.policy == STOP or self._in_a_row >= MOST_IN_A_ROW:
             self._stop(where, wrong, step.number, rows)
         self.skipped += 1
-        warn(f"{where} {are(wrong)} not finite. The step is left out, {self.skipped} in all. {rows}")
+        warn(f"{where} {subject_and_verb(wrong)} not finite. The step is left out, {self.skipped} in all. {rows}")
 
     def _look_for_spike(self, step: _Step, losses: Tensor) -> None:
         """Warn of a loss far above those before, with the rows of the micro-batch that has the most of it."""
@@ -243,3 +246,92 @@ def _check_can_skip(args: Any, accelerator: Any) -> None:
             f"on_non_finite: skip_step leaves the optimizer's step out, but {who} updates weights in its backward. Set "
             "on_non_finite to stop, or choose another."
         )
+
+
+class StepNumbers:
+    """The numbers of an optimizer step on one rank, collected from micro-batch to micro-batch, on the device.
+
+    Attributes:
+        batches: what tells the rows of each micro-batch.
+        norm: of the gradients of all ranks, or None.
+    """
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.norm: Tensor | float | None = None
+        self._losses: list[Tensor] = []
+        self._teacher: list[Tensor] = []
+
+    def add_teacher(self, sums: dict[str, Tensor]) -> None:
+        """Add what the teacher said about a micro-batch, by the names of metrics. Nothing without a teacher."""
+        if "teacher_entropy" in sums:
+            self._teacher.append(sums["teacher_entropy"].detach())
+        elif "teacher_perplexity" in sums:  # of a cache, which may give a label no probability
+            self._teacher.append(sums["teacher_perplexity"].detach().nan_to_num(torch.nan, 0.0, 0.0))
+
+    def add_loss(self, loss: Tensor, inputs: dict[str, Any]) -> None:
+        """Add the loss of a micro-batch."""
+        self._losses.append(loss.detach())
+        self.batches.append(kept_of(inputs))
+
+    def packed(self, count: int, device: torch.device) -> Tensor:
+        """Return `count` losses, `count` numbers of the teacher and the norm, (2 * count + 1,) fp32.
+
+        Every rank packs as many, with zeros where it has none.
+        """
+        zero = torch.zeros((), device=device)
+        norm = torch.full((), self.norm, device=device) if isinstance(self.norm, (int, float)) else self.norm
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        padded = [(values + [zero] * count)[:count] for values in (self._losses, self._teacher)]
+        numbers = [*padded[0], *padded[1], zero if norm is None else norm.detach()]
+        return torch.stack([number.to(device, torch.float32, non_blocking=True) for number in numbers])
+
+
+@dataclass(frozen=True)
+class GatheredNumbers:
+    """The numbers of an optimizer step on all ranks, on the host.
+
+    Attributes:
+        losses, teacher: (ranks, micro-batches).
+        norm: (ranks, 1).
+    """
+
+    losses: Tensor
+    teacher: Tensor
+    norm: Tensor
+
+    @classmethod
+    def of(cls, packed: Tensor) -> "GatheredNumbers":
+        """Take apart what each rank has packed, (ranks, 2 * micro-batches + 1)."""
+        count = (packed.shape[1] - 1) // 2
+        return cls(packed[:, :count], packed[:, count:-1], packed[:, -1:])
+
+    def not_finite(self) -> list[str]:
+        """Return the names of what is not finite on some rank."""
+        kinds = {"the teacher's logits": self.teacher, "loss": self.losses, "gradient norm": self.norm}
+        return [name for name, numbers in kinds.items() if not bool(torch.isfinite(numbers).all())]
+
+    def culprits(self) -> Tensor:
+        """Return which micro-batches are not finite, (ranks, micro-batches) bool; all of them if it is the norm."""
+        bad = ~(torch.isfinite(self.losses) & torch.isfinite(self.teacher))
+        return bad if bool(bad.any()) else torch.ones_like(bad)
+
+
+class LossSpikes:
+    """The losses of the latest steps, and which are far above them.
+
+    Median and median absolute deviation are hardly moved by spikes."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+
+    def add(self, loss: float) -> tuple[float, float] | None:
+        """Add the finite loss of a step. Return its z-score and the median of the steps before, if it is a spike."""
+        before = list(self._losses)
+        self._losses.append(loss)
+        if len(before) < LEAST:
+            return None
+        median = statistics.median(before)
+        spread = TO_DEVIATION * statistics.median(abs(x - median) for x in before)
+        score = (loss - median) / max(spread, LEAST_SPREAD * abs(median), 1e-6)
+        return (score, median) if score > LIMIT else None

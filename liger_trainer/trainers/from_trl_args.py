@@ -10,8 +10,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from .chat_rows import split_last
-from .distill_config import LigerDistillConfig
-from .sampling_config import ELSEWHERE
+from .config import LigerDistillConfig
+from .options import ELSEWHERE
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ ORIGINS: dict[str, Origin] = {
 }
 
 
-def moved(args: Any, arguments: Mapping[str, Any]) -> tuple[LigerDistillConfig, dict[str, Any]]:
+def from_trl(args: Any, arguments: Mapping[str, Any]) -> tuple[LigerDistillConfig, dict[str, Any]]:
     """Return the arguments of one of TRL's trainers as those of `LigerDistillTrainer`.
 
     Args:

@@ -125,7 +125,7 @@ def _images_of(row: dict[str, Any]) -> list[Any]:
     return list(images or [])
 
 
-def wrapped(trainer: Any, learned: bool) -> Any:
+def with_image_collator(trainer: Any, learned: bool) -> Any:
     """Return a trainer's collator, with ours around it if it is TRL's for images.
 
     Raises:

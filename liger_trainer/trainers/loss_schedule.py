@@ -1,8 +1,11 @@
 """What changes about a loss while a student trains: schedules, TAID's share, projectors of hidden states."""
 
 import json
+import math
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -11,17 +14,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from ..common.optimizers import updating_in_backward
 from ..errors import ConfigError, CorruptError
+from ..kernels.types import HostCopy
 from ..losses.fused_forward import FusedLoss
 from ..losses.hidden_states import HiddenLosses
 from ..losses.plan import LossPlan
+from ..losses.schedules import Taid
 from ..losses.spec import LossOptions, final_fields, moved_fields
-from ..losses.taid import TaidShare
 from ..patching.patcher import base_of
-from .projector_optimizer import FILE, ProjectorOptimizer
+from .finite_guard import drops_on_device
+from .options import updating_in_backward
 
-PROJECTORS, LOSS_STATE = "hidden_projectors.safetensors", "loss_state.json"  # in a checkpoint
+# in a checkpoint
+PROJECTORS, LOSS_STATE = "hidden_projectors.safetensors", "loss_state.json"
+PROJECTORS_OPTIMIZER = "hidden_projectors_optimizer.pt"
 
 
 class LossSchedule:
@@ -57,7 +63,7 @@ class LossSchedule:
         fused.eval_options = replace(options, distillation=replace(options.distillation, **self.final))
 
 
-class LossProgress(LossSchedule, TrainerCallback):
+class LossState(LossSchedule, TrainerCallback):
     """Moves the loss of a `LigerDistillTrainer` along its plan; what it has learned is part of each checkpoint.
 
     Attributes, besides LossSchedule's:
@@ -170,7 +176,11 @@ class LossProgress(LossSchedule, TrainerCallback):
         if self.parameters():
             self._load_projectors(_present(folder, PROJECTORS, "projectors of hidden-state losses"))
         if self._own is not None:
-            self._own.load(_present(folder, FILE, "an optimizer of their own for projectors of hidden-state losses"))
+            self._own.load(
+                _present(
+                    folder, PROJECTORS_OPTIMIZER, "an optimizer of their own for projectors of hidden-state losses"
+                )
+            )
 
     def load_best(self, folder: str) -> None:
         """Load the projectors of the best checkpoint. One that has weights alone leaves them as they are."""
@@ -225,3 +235,123 @@ def _present(folder: str, name: str, what: str) -> Path:
             "out, or start anew from its weights."
         )
     return path
+
+
+class ProjectorOptimizer:
+    """Trains projectors where the student's optimizer is an engine's, which takes no other parameters.
+
+    It is one of the same kind, at the same learning rate.
+
+    Args:
+        trainer: a Trainer that has made no optimizer yet.
+        parameters: plain tensors, the same on all ranks.
+
+    Raises:
+        ConfigError: the student's optimizer is given to the trainer, or none of torch's; fp16, whose scale of the loss
+            the student's alone would take out of its gradients.
+    """
+
+    def __init__(self, trainer: Any, parameters: list[nn.Parameter]):
+        args = trainer.args
+        engine = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
+        about = f"Hidden-state losses that learn projectors beside a student that {engine} shards: "
+        if args.fp16:
+            raise ConfigError(f"{about}fp16 scales the gradients of both, and takes the scale out of one. Use bf16.")
+        if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+            raise ConfigError(f"{about}they get an optimizer of the same kind, so name it in optim; one was given.")
+        kind, options = trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
+        if not kind.__module__.startswith("torch.optim"):
+            optim = getattr(args.optim, "value", args.optim)
+            raise ConfigError(f"{about}they need one of torch's optimizers, such as adamw_torch; got optim={optim}.")
+        self._optimizer = kind([{"params": parameters, "weight_decay": args.weight_decay}], **options)
+
+    def follow(self, student: Any) -> None:
+        """Take the learning rate of the student's optimizer."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = student.param_groups[0]["lr"]
+
+    def step(self, poisoned: Tensor) -> None:
+        """Step, unless `poisoned`, a bool on the device. Torch's fused optimizers don't wait for it."""
+        if drops_on_device(self._optimizer):
+            self._optimizer.found_inf = poisoned.float()
+            self._optimizer.step()
+            del self._optimizer.found_inf
+        elif not bool(poisoned):
+            self._optimizer.step()
+
+    def save(self, folder: str) -> None:
+        torch.save(self._optimizer.state_dict(), Path(folder, PROJECTORS_OPTIMIZER))
+
+    def load(self, path: Path) -> None:
+        """Load what `save` wrote. Raise CorruptError where it is damaged."""
+        try:
+            self._optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        except (RuntimeError, EOFError, UnpicklingError, ValueError) as error:
+            raise CorruptError(f"{path} is damaged: {error}") from error
+
+
+# TAID's adaptive share of the teacher: the faster the student's loss falls, the faster the share rises.
+#
+# change   = (previous loss - loss) / previous loss
+# momentum = beta momentum + (1 - beta) change
+# t        = min(end, max(linear in the steps, t + alpha sigmoid(momentum) (1 - t)))
+#
+# Source: Shing et al. 2025, TAID, arXiv:2501.16937. The loss here is kd_loss, over all tokens of an optimizer step. It
+# is read one step late, when its copy has arrived on the host, so the host does not wait for the device.
+
+
+STEPS_BEHIND = 1  # the loss of so many steps may still be on its way to the host
+
+
+class TaidShare:
+    """The teacher's share t over the steps of a training.
+
+    Call `at` before each step, `add` for each micro-batch, and `close` after the step.
+    """
+
+    def __init__(self, taid: Taid):
+        self.taid = taid
+        self._t, self._momentum, self._previous = taid.start, 0.0, None
+        self._pending: deque[HostCopy] = deque()
+        self._sums: Tensor | None = None
+
+    def at(self, step: int, max_steps: int) -> float:
+        """Return t in the step after `step` steps of `max_steps`."""
+        linear = self.taid.linear(step, max_steps)
+        if not self.taid.adaptive:
+            return linear
+        while len(self._pending) > STEPS_BEHIND:
+            total, tokens = self._pending.popleft().get().tolist()
+            self._follow(total / max(tokens, 1.0))
+        self._t = min(self.taid.end, max(linear, self._t))
+        return self._t
+
+    def _follow(self, loss: float) -> None:
+        if self._previous and math.isfinite(loss):
+            change = (self._previous - loss) / self._previous
+            self._momentum = self.taid.beta * self._momentum + (1 - self.taid.beta) * change
+            sigmoid = (1 + math.tanh(self._momentum / 2)) / 2
+            self._t += self.taid.alpha * sigmoid * (1 - self._t)
+        self._previous = loss if math.isfinite(loss) else self._previous
+
+    def add(self, loss: Tensor, tokens: Tensor) -> None:
+        """Add a micro-batch: its kd_loss, summed over its `tokens` of all ranks."""
+        if self.taid.adaptive:
+            sums = torch.stack([loss, tokens]).detach()
+            self._sums = sums if self._sums is None else self._sums + sums
+
+    def close(self) -> None:
+        """End the optimizer step."""
+        if self._sums is not None:
+            self._pending.append(HostCopy(self._sums))
+            self._sums = None
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint. Waits for the losses on their way."""
+        pending = [copy.get().tolist() for copy in self._pending]
+        return {"t": self._t, "momentum": self._momentum, "previous_loss": self._previous, "pending": pending}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._t, self._momentum, self._previous = state["t"], state["momentum"], state["previous_loss"]
+        self._sums = None  # those of a step that was interrupted
+        self._pending = deque(HostCopy(torch.tensor(sums, dtype=torch.float64)) for sums in state["pending"])

@@ -16,11 +16,11 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..errors import ConfigError, DataError
 from ..teachers.adapters_off import SelfTeacher
-from .distill_config import LigerDistillConfig
+from .config import LigerDistillConfig
+from .metrics import TokenMetrics
 from .rows import GENERATION_PROMPT, NO_PROMPT
 from .samplers import ModelSampler, Tokens, VLLMSampler
 from .token_ids import Writable
-from .token_metrics import TokenMetrics
 
 Batch = dict[str, Any]
 SOURCE = "completions_of"  # a key of a micro-batch

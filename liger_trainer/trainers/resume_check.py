@@ -18,6 +18,7 @@ from peft import PeftModel
 from torch import nn
 
 from ..common.checkpoints import TRAINER_STATE
+from ..common.console import on_first_rank
 from ..common.files import CONFIG, STATE
 from ..errors import ConfigError
 from ..patching.patcher import base_of
@@ -29,7 +30,6 @@ from ..teachers.fingerprints import (
     sampled_fingerprint,
     shortened,
 )
-from .ranks import decided_by_first
 from .rows import GENERATION_PROMPT
 
 BEFORE = "weights before training"
@@ -79,7 +79,7 @@ class ResumeCheck:
         if checkpoint is None:
             return
         main = self._trainer.is_world_process_zero()
-        differences = decided_by_first(main, lambda: self._differences(Path(checkpoint)))
+        differences = on_first_rank(main, lambda: self._differences(Path(checkpoint)))
         if differences and not force:
             raise ConfigError(_refusal(Path(checkpoint), differences))
         if differences and main:
@@ -106,7 +106,7 @@ class ResumeCheck:
         }
 
     def _of_data(self) -> dict[str, Any]:
-        named = self._trainer.named_datasets()
+        named = self._trainer.row_preparation.named_datasets()
         return {f"{name} dataset": self._of_rows(rows) for name, rows in named.items()}
 
     def _of_rows(self, rows: Any) -> dict[str, Any]:

@@ -12,8 +12,7 @@ import torch
 from datasets import Dataset
 
 from ..errors import DataError
-from ..teachers.collators import DocumentCollator
-from ..teachers.row_keys import check_known, documents, row_key, rows_with
+from ..teachers.row_keys import DocumentCollator, check_known, documents, row_key, rows_with
 
 TOKEN_WEIGHTS = "token_weights"  # in a batch, see `WeightCollator`
 TRAIN = "train"

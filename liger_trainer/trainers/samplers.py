@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..losses.model_parts import device_of
 from ..patching.patcher import base_of
 from ..teachers.vocabulary import end_tokens
-from .distill_config import LigerDistillConfig
+from .config import LigerDistillConfig
 from .token_ids import Writable
 
 Tokens = list[int]

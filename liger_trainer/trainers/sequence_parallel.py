@@ -14,9 +14,9 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..errors import ConfigError
-from ..patching.packed_attention import OF_SLICES
+from ..patching.packing.packed_attention import OF_SLICES
+from ..patching.packing.ulysses import implementations_of, obstacle_to_slices
 from ..patching.patcher import base_of
-from ..patching.ulysses import implementations_of, obstacle_to_slices
 from ..teachers.model import ModelTeacher
 
 
@@ -65,7 +65,7 @@ def _why_zero3(trainer: Any) -> str | None:
     return None
 
 
-def ranks_added_up(trainer: Any) -> int:
+def ranks_summed(trainer: Any) -> int:
     """Return of how many ranks the engine adds the gradients up, where it averages those of all others.
 
     They are those with slices of a row. ZeRO-3 averages over these too, as `reduce_scatter_coalesced` of DeepSpeed

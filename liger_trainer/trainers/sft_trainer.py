@@ -5,10 +5,12 @@
 
 import inspect
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from trl.trainer.sft_trainer import (
     DataCollatorForLanguageModeling,
@@ -17,41 +19,40 @@ from trl.trainer.sft_trainer import (
 )
 
 from ..common.console import announce
-from ..common.non_finite import STOP
 from ..errors import ConfigError
+from ..losses.model_parts import output_module
 from ..losses.spec import IGNORE_INDEX, LossOptions, TokenWeights
-from ..losses.token_output import TokenLossOutput
-from ..patching.document_leaks import PackedRows, read_packed_rows
-from ..patching.document_mask import documents_come_along, padded_on_the_right
+from ..losses.teacher_answer import TokenLossOutput
+from ..patching.packing.document_leaks import PackedRows, read_packed_rows
+from ..patching.packing.document_mask import documents_come_along, padded_on_the_right
 from ..patching.patcher import base_of, patched_record
+from ..plugins import QUANTISED, TrainerPlugin, of_trainer
 from .best_metric import correct_guess, follow_direction
-from .distill_config import LigerDistillConfig
+from .checkpoint_guard import CheckpointGuard, public_files, public_report
+from .config import LigerConfig, LigerDistillConfig
+from .evaluation_rows import EvaluationRows
 from .finite_guard import FiniteGuard
-from .fixed_shapes import PADDING
-from .host_ahead import host_ahead
-from .images import check_settings, freeze_tower, tower_without_gradients, without_adapters, wrapped
-from .notebook_table import widen_notebook_table
-from .prepare_rows import check_names, cut_of
-from .qat import give_back, quantise_weights
+from .images import check_settings, freeze_tower, tower_without_gradients, with_image_collator, without_adapters
+from .metrics import StepMetrics, TokenCount, count, num_tokens, remember_tokens, widen_notebook_table
+from .one_launch_adamw import OneLaunchStep
+from .options import AUTO, FAST, MEMORY, STOP
 from .resume_check import ResumeCheck
+from .row_preparation import RowPreparation, check_names
 from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
 from .rows import check_positions
-from .run_loss import RunLossTrainer
-from .sequence_parallel import check_slices, ranks_added_up, slice_documents
-from .sft_config import LigerConfig
-from .sharded_head import shard_head
-from .step_config import AUTO, FAST, MEMORY, NEVER
+from .sequence_parallel import check_slices, ranks_summed, slice_documents
+from .step_graphs import PADDING, reduce_host_work
 from .student import (
     check_no_prefix,
     check_prefixes_kept,
     check_savable,
-    loading_and_adapters,
     patch_student,
-    take_liger_options,
-    undo_evaluation_wrap,
+    patched_sft_module,
+    pop_liger_options,
+    undo_evaluation,
     with_names_of_modules,
 )
-from .token_metrics import TokenCount, TokenMetrics, count, num_tokens, remember_tokens
+from .training_rows import by_seed, endless, tell_epoch, warn_of_epochs
 
 
 def _last_name(model: Any) -> str:
@@ -60,7 +61,7 @@ def _last_name(model: Any) -> str:
     return name.rstrip("/").rpartition("/")[2]
 
 
-class LigerTrainer(RunLossTrainer):
+class LigerTrainer(SFTTrainer):
     """Supervised fine-tuning with our layers, and the loss computed from hidden states, in training and evaluation.
 
     Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss),
@@ -83,6 +84,9 @@ class LigerTrainer(RunLossTrainer):
         graph_reports: after a training, what was done about CUDA graphs, by model.
         row_facts: counts of each dataset's rows: dropped, truncated, tokens (`RowFacts`). A stream has none.
         row_weights: the weights of the rows; None without `args.weight_column`.
+        quantised: what holds the weights behind quantised ones; None without `args.qat`.
+        resumed_from: the checkpoint that the last `train` went on from; None from the beginning.
+        checkpoint_files: further small files of every checkpoint, by name.
         skipped_rows: rows without any supervised token, by dataset; they were left out.
 
     Raises:
@@ -96,14 +100,16 @@ class LigerTrainer(RunLossTrainer):
     """
 
     _tag_names = ["trl", "sft", "liger-trainer"]
+    resumed_from: Path | None = None
+    _eval_prefix = "eval"
 
     def __init__(self, *args, on_non_finite: str | None = None, **kwargs):
-        given = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments
-        config = given.get("args")
+        # Before SFTTrainer's own, which loads the model, makes adapters and prepares the rows.
+        call = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs)
+        given, config = call.arguments, call.arguments.get("args")
         if config is None:  # TRL would make an SFTConfig, whose bf16 is an error on a CPU
-            config = LigerConfig(f"{_last_name(given.get('model'))}-SFT")
-            args, kwargs = (), {**given.pop("kwargs", {}), **given, "args": config}
-        check_settings(given.get("train_dataset"), config)
+            config = given["args"] = LigerConfig(f"{_last_name(given.get('model'))}-SFT")
+        check_settings(given.get("train_dataset"), config)  # of images, which raw rows show
         if not isinstance(config, (LigerConfig, LigerDistillConfig)):
             correct_guess(config)
         follow_direction(config)
@@ -111,28 +117,34 @@ class LigerTrainer(RunLossTrainer):
         if given.get("peft_config") is not None:
             adapters = with_names_of_modules(given["peft_config"])
             given["peft_config"] = without_adapters(adapters, given["model"]) if freezes else adapters
-            args, kwargs = (), {**given.pop("kwargs", {}), **given}
-        give_back(given.get("model"))
-        options = take_liger_options(config)
+        for plugin in of_trainer(config, base_of(given.get("model"))):
+            plugin.before_model(given.get("model"))  # before anything copies quantised numbers
+        options = pop_liger_options(config)  # off the arguments: Trainer would apply liger-kernel
+        # What prepares rows, and what the overridden methods use, is there before SFTTrainer calls them.
         column: str | None = getattr(config, "weight_column", None)
         self.row_weights = None if column is None else RowWeights(column, config.packing_strategy)
-        with warnings.catch_warnings(), loading_and_adapters(config):
+        self.row_preparation, self.evaluation_rows = RowPreparation(self, call), EvaluationRows(self)
+        self.row_facts, self.largest_ids = self.row_preparation.facts, self.row_preparation.largest_ids
+        self.checkpoint_guard = CheckpointGuard(self)
+        self.checkpoint_files = self.checkpoint_guard.files
+        with warnings.catch_warnings(), patched_sft_module(config), self.row_preparation.accepted():
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
-            super().__init__(*args, **kwargs)
+            super().__init__(*call.args, **call.kwargs)
         check_savable(self.model, self.processing_class)
         check_prefixes_kept(self.model, self.args)
-        if freezes:
+        if freezes:  # now there are adapters, and no optimizer yet
             freeze_tower(self.model)
-        # TRL's own configuration knows no such field, and its labels stay as they are.
-        self.data_collator = wrapped(self, getattr(config, "learn_image_tokens", True))
+        # Collators from the inside out. This one is around TRL's own. TRL's own configuration knows no such field, and
+        # its labels stay as they are.
+        self.data_collator = with_image_collator(self, getattr(config, "learn_image_tokens", True))
         self.check_rows()
-        check_positions(self.named_datasets(), self.args, base_of(self.model), "the model")
-        check_slices(self)
+        check_positions(self.row_preparation.named_datasets(), self.args, base_of(self.model), "the model")
+        check_slices(self)  # looks at the collator's type, so before the next one is around it
         if self.shards_sequences():  # else transformers would take the loss for a mean over the micro-batch
             self.model_accepts_loss_kwargs = True
         self._weigh_rows()
-        self._resume_check = ResumeCheck(self)
+        self._resume_check = ResumeCheck(self)  # the weights before training tell trainings apart: nothing is patched
         self.graph_reports: dict[str, str] = {}
         self._flos_per_token: float | None = None
         if self.args.dataloader_pin_memory:  # else each batch would wait until the GPU has done the step before
@@ -140,27 +152,47 @@ class LigerTrainer(RunLossTrainer):
         # transformers would log the mean of the losses before in place of one that is NaN, and wait for each to look
         self.args.logging_nan_inf_filter = False
         self.finite = FiniteGuard(self.accelerator, on_non_finite or getattr(config, "on_non_finite", STOP))
-        self.add_callback(self.finite)
-        self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
-        self._eval_prefix = "eval"
+        self.add_callback(self.finite)  # our first callback: the others read numbers that it has judged
+        self.step_metrics, self.one_launch = StepMetrics(self), OneLaunchStep(self)
+        # The layers after PEFT's and TRL's wraps of forward, which `undo` must keep; before accelerate's.
         self.patched = patch_student(base_of(self.model), options, self.loss_options(), getattr(config, "memory", FAST))
         self.fused = self.patched.fused
-        shard_head(self, getattr(config, "vocab_parallel", NEVER))
         self.packed_rows = self._packed_rows(getattr(config, "attention", AUTO))
         if self.packed_rows is not None and self.packed_rows.certain:
             check_no_prefix(self.accelerator.unwrap_model(self.model))
         read_packed_rows(base_of(self.model), self.patched, self.packed_rows)
-        slice_documents(self)
+        slice_documents(self)  # around the collator, once attention knows documents
         self.add_callback(TokenCount(self))
         widen_notebook_table(self)
-        quantise_weights(self, config)
+        for plugin in self.plugins():
+            plugin.after_init(self)
         announce(str(self.patched.report))
 
-    def learnable_rows(self, tokenized, args, packing, dataset_name):
-        kept = super().learnable_rows(tokenized, args, packing, dataset_name)
+    # rows, before training
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        prepare = super()._prepare_dataset
+        return self.row_preparation.prepare(
+            prepare, dataset, processing_class, args, packing, formatting_func, dataset_name
+        )
+
+    def check_rows(self) -> None:
+        """Raise DataError where rows have ids that the student does not have."""
+        self.row_preparation.check_ids(base_of(self.model))
+
+    def read_rows(self, tokenized: Dataset, kept: Dataset, dataset_name: str, part: slice) -> None:
+        """Look at the rows of a dataset before they are cut and packed; the row weights do.
+
+        Args:
+            tokenized, kept: all rows, and those with a supervised token.
+            part: which tokens of a row truncation or packing will leave.
+        """
         if self.row_weights is not None:
-            self.row_weights.read(kept, dataset_name, cut_of(args, packing))
-        return kept
+            self.row_weights.read(kept, dataset_name, part)
+
+    @property
+    def skipped_rows(self) -> dict[str, int]:
+        return {name: facts.rows_dropped for name, facts in self.row_facts.items()}
 
     def _weigh_rows(self) -> None:
         """Have the collator give each token the weight of its row."""
@@ -197,59 +229,19 @@ class LigerTrainer(RunLossTrainer):
             collator = collator.collator
         return type(collator) in (DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling)
 
-    def loss_options(self) -> LossOptions:
-        """Return the options of this trainer's fused loss."""
-        return LossOptions(label_smoothing=self.args.label_smoothing_factor, dft=self.args.loss_type == "dft")
+    # one step, in the order in which transformers calls it
 
-    def why_whole_head(self) -> str | None:
-        """Return why the loss needs the output head as a whole, None if its rows may stay on their ranks."""
-        if self.compute_loss_func is not None:
-            return "compute_loss_func reads logits"
-        return "sequences are sharded over the ranks" if self.shards_sequences() else None
+    def _get_num_items_in_batch(self, batch_samples, device):
+        if not self.shards_sequences() or "shift_labels" not in batch_samples[0]:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        local = torch.stack([(batch["shift_labels"] != IGNORE_INDEX).sum() for batch in batch_samples]).sum()
+        return self.accelerator.reduce(local.to(device), "sum")
 
-    def shards_sequences(self) -> bool:
-        """Return whether each rank trains on slices of rows, as DeepSpeed's Ulysses cuts them."""
-        parallelism = getattr(self.accelerator, "parallelism_config", None)
-        return parallelism is not None and parallelism.sp_enabled
-
-    def check_rows(self) -> None:
-        """Raise DataError where rows have ids that the student does not have."""
-        self.check_ids(base_of(self.model))
-
-    def teacher_fingerprints(self) -> dict[str, Any]:
-        """Return what identifies a teacher in checkpoints, under "teacher"; empty without one."""
-        return {}
-
-    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None, force_resume: bool = False):
-        """Train as `trl.SFTTrainer` does.
-
-        With `resume_from_checkpoint=True` it goes on from the newest checkpoint that is whole; a path that is not whole
-        is refused with a CorruptError. A checkpoint whose training started with other data, another tokenizer, student
-        or teacher is refused with a ConfigError that says what differs; with `force_resume` it is only a warning. While
-        it trains, and saves checkpoints, no other process may train in `output_dir`.
-        """
-        lock = self.folder_locked(trial) if self.args.save_strategy != "no" else nullcontext()
-        with lock, host_ahead(self), tower_without_gradients(self.model):
-            checkpoint = self.choose_checkpoint(resume_from_checkpoint)
-            self._resume_check.begin(checkpoint, force_resume)
-            self._undo_evaluation_wrap()
-            self._check_not_evaluated_by_deepspeed()
-            return super().train(
-                resume_from_checkpoint=checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
-            )
-
-    def _undo_evaluation_wrap(self) -> None:
-        prepared = getattr(self.model, "_is_accelerate_prepared", False) and self.model_wrapped is self.model
-        if prepared and self.accelerator.num_processes > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            undo_evaluation_wrap(self.model)
-
-    def _check_not_evaluated_by_deepspeed(self) -> None:
-        engine = getattr(self.accelerator, "deepspeed_engine_wrapped", None)  # of a training
-        if self.is_deepspeed_enabled and engine is None and self.model_wrapped is not self.model:
-            raise ConfigError(
-                "DeepSpeed has prepared this model for an evaluation, without an optimizer, and cannot train it then. "
-                "Leave out evaluate() before train(); eval_on_start=True evaluates before the first step."
-            )
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.finite.record_loss(loss, inputs)
+        # transformers logs the mean over all ranks, of which those with slices of a row add up
+        return loss * ranks_summed(self) if self.shards_sequences() else loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the loss, with `return_outputs` also outputs without gradient. What a subclass returns is reported."""
@@ -288,52 +280,11 @@ class LigerTrainer(RunLossTrainer):
         with torch.no_grad():  # for compute_metrics: the logits, in a pass of their own, as TRL does
             return loss, model(**{name: value for name, value in inputs.items() if name != "labels"})
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self.finite.saw_loss(loss, inputs)
-        # transformers logs the mean over all ranks, of which those with slices of a row add up
-        return loss * ranks_added_up(self) if self.shards_sequences() else loss
-
-    def _get_num_items_in_batch(self, batch_samples, device):
-        if not self.shards_sequences() or "shift_labels" not in batch_samples[0]:
-            return super()._get_num_items_in_batch(batch_samples, device)
-        local = torch.stack([(batch["shift_labels"] != IGNORE_INDEX).sum() for batch in batch_samples]).sum()
-        return self.accelerator.reduce(local.to(device), "sum")
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        norm = super()._get_grad_norm(model, grad_norm)
-        self.finite.saw_norm(norm)
-        return norm
-
-    def use_own_loss(self) -> None:
-        """Put this trainer's loss, and its MLPs, back on the model where another trainer of it has replaced them."""
-        record = patched_record(base_of(self.model))
-        if record is not None and record.fused not in (None, self.fused):
-            self.patched, self.fused = record, record.fuse(self.loss_options())
-            record.remake_mlps(MEMORY[getattr(self.args, "memory", FAST)])
-
-    def teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return what the student's forward gets beside the batch."""
-        return {}
-
-    def frozen_models(self) -> dict[str, Any]:
-        """Return the models beside the student that run in each step, by name."""
-        return {}
-
-    def floating_point_ops(self, inputs):
-        ids = inputs.get("input_ids")
-        if ids is None or getattr(self.model, "main_input_name", None) != "input_ids":
-            return super().floating_point_ops(inputs)
-        per_token = self._flos_per_token  # transformers would count all parameters again for each micro-batch
-        if per_token is None:
-            per_token = self._flos_per_token = super().floating_point_ops(inputs) / ids.numel()
-        return round(per_token * ids.numel())
-
     def _averaged_ranks(self) -> int:
         """Return over how many ranks gradients are averaged, where num_items_in_batch counts the tokens of all."""
         if not self.args.average_tokens_across_devices:
             return 1
-        return self.accelerator.num_processes // (self.get_tp_size() * ranks_added_up(self))
+        return self.accelerator.num_processes // (self.get_tp_size() * ranks_summed(self))
 
     def _evaluate_user_loss(self, model, inputs, return_outputs, num_items):
         """Compute `compute_loss_func` on real logits, and the metrics in a fused pass."""
@@ -342,33 +293,13 @@ class LigerTrainer(RunLossTrainer):
         self._record(inputs, model(**inputs, fused_lm_head=True).in_fp32(), num_items)
         return (loss, outputs) if return_outputs else loss
 
-    def prediction_step(self, *args, **kwargs):
-        # Before training, transformers has accelerate put autocast around the model only if it has prepared no other
-        # one yet, such as a teacher.
-        with self.accelerator.autocast():
-            return super().prediction_step(*args, **kwargs)
-
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        check_names(eval_dataset)
-        self._eval_prefix = metric_key_prefix
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-
-    def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test"):
-        output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
-        output.metrics.update(self._means("eval", f"{metric_key_prefix}_"))  # evaluate() has them from its log
-        return output
-
-    def evaluation_loop(self, *args, **kwargs):
-        self._drop_metrics("eval")
-        return super().evaluation_loop(*args, **kwargs)
-
     def _record(self, inputs: dict[str, Any], outputs: TokenLossOutput, num_items: Tensor | float | None) -> None:
         """Add a micro-batch to the metrics, without waiting for the device."""
         sums = {name: value.sum(dtype=torch.float64) for name, value in self.per_token(outputs).items()}
         if not self.model.training:
             return self._record_evaluated(outputs, sums, num_items)
         read = (num_tokens(inputs) - self._padding_tokens).to(outputs.label_mask.device)  # the last of several
-        self.finite.saw_teacher(sums)
+        self.finite.record_teacher(sums)
         local = torch.stack([*sums.values(), count(outputs.label_mask), count(outputs.is_top1), read])
         *totals, tokens, correct, seen = self.accelerator.reduce(local, "sum").unbind()
         self.add_metrics("train", dict(zip(sums, totals, strict=True)), tokens)
@@ -389,29 +320,41 @@ class LigerTrainer(RunLossTrainer):
         """
         tokens = count(outputs.label_mask)
         sums["mean_token_accuracy"] = count(outputs.is_top1)
-        self.evaluated_items = tokens if num_items is None else num_items / self._averaged_ranks()
+        self.evaluation_rows.items = tokens if num_items is None else num_items / self._averaged_ranks()
         if self.aux_loss_enabled:
             sums["aux_loss"] = outputs.aux_loss.double() * tokens
         local = torch.stack([*sums.values(), tokens])
-        counted = local if self.evaluated_rows else torch.zeros_like(local)
+        counted = local if self.evaluation_rows.rows else torch.zeros_like(local)
         *totals, tokens = self.accelerator.reduce(counted, "sum").unbind()
         self.add_metrics("eval", dict(zip(sums, totals, strict=True)), tokens)
         self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
 
-    def per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
-        """Return what is averaged over tokens. In training, `entropy` is logged as TRL does, as a mean of means."""
-        return {"perplexity": -outputs.log_probs, "entropy": outputs.entropy}
+    def _clip_grad_norm(self, model):
+        norm = self.one_launch.norm_before_step(model)
+        return super()._clip_grad_norm(model) if norm is None else norm
 
-    def add_metrics(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
-        """Add a micro-batch's sums over the tokens of all ranks; `mode` is "train" or "eval"."""
-        self._token_metrics[mode].add(totals, tokens)
+    def _get_grad_norm(self, model, grad_norm=None):
+        if grad_norm is None:  # nothing is clipped
+            grad_norm = self.one_launch.norm_before_step(model)
+        norm = super()._get_grad_norm(model, grad_norm)
+        self.finite.record_norm(norm)
+        return norm
+
+    def floating_point_ops(self, inputs):
+        ids = inputs.get("input_ids")
+        if ids is None or getattr(self.model, "main_input_name", None) != "input_ids":
+            return super().floating_point_ops(inputs)
+        per_token = self._flos_per_token  # transformers would count all parameters again for each micro-batch
+        if per_token is None:
+            per_token = self._flos_per_token = super().floating_point_ops(inputs) / ids.numel()
+        return round(per_token * ids.numel())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.logs_training(logs) else "eval"
         if "loss" in logs:
             logs.update(self.finite.logged())
-            self.saw_logged(logs["loss"])
-        logs.update(self._means(mode, "" if mode == "train" else f"{self._eval_prefix}_"))
+            self.step_metrics.add_log(logs["loss"])
+        logs.update(self.step_metrics.means(mode, "" if mode == "train" else f"{self._eval_prefix}_"))
         super().log(logs, start_time)
 
     def logs_training(self, logs: dict[str, float]) -> bool:
@@ -419,36 +362,191 @@ class LigerTrainer(RunLossTrainer):
         # A callback may have generated between a step and its log, and left the model in eval mode.
         return "loss" in logs or self.model.training
 
-    def _means(self, mode: str, prefix: str) -> dict[str, float]:
-        """Return the averages since the last log, and take over TRL's, which it would log without the prefix."""
-        means = self._token_metrics[mode].flush()
-        if mode == "eval":
-            means.update(self.returned_loss())
-        for name, values in self._metrics[mode].items():
-            means[name] = sum(map(float, values)) / len(values)
-        self._metrics[mode].clear()
-        return {f"{prefix}{name}": value for name, value in means.items()}
+    # an evaluation
 
-    def _drop_metrics(self, mode: str) -> None:
-        """Drop metrics accumulated since the last log, by a training or an evaluation that was broken off."""
-        self._token_metrics[mode] = TokenMetrics()
-        self._metrics[mode].clear()
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        check_names(eval_dataset)
+        self._eval_prefix = metric_key_prefix
+        with public_report(self.args):
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if not self.is_in_train:  # there, checkpoints and the end of training wait for it
+            self.settle()
+        return metrics
+
+    def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test"):
+        output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        # evaluate() has these from its log
+        output.metrics.update(self.step_metrics.means("eval", f"{metric_key_prefix}_"))
+        return output
+
+    def evaluation_loop(self, *args, **kwargs):
+        self.step_metrics.drop("eval")
+        for plugin in self.plugins():
+            plugin.check(self)
+        with self.evaluation_rows.counted():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
+        # Before training, transformers has accelerate put autocast around the model only if it has prepared no other
+        # one yet, such as a teacher.
+        with self.accelerator.autocast():
+            inputs = self.evaluation_rows.without_repeated(inputs, prediction_loss_only)
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    # a training
+
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None, force_resume: bool = False):
+        """Train as `trl.SFTTrainer` does.
+
+        With `resume_from_checkpoint=True` it goes on from the newest checkpoint that is whole; a path that is not whole
+        is refused with a CorruptError. A checkpoint whose training started with other data, another tokenizer, student
+        or teacher is refused with a ConfigError that says what differs; with `force_resume` it is only a warning. While
+        it trains, and saves checkpoints, no other process may train in `output_dir`.
+        """
+        lock = self.folder_locked(trial) if self.args.save_strategy != "no" else nullcontext()
+        with lock, reduce_host_work(self), tower_without_gradients(self.model), public_report(self.args):
+            checkpoint = self.checkpoint_guard.choose(resume_from_checkpoint)
+            self.resumed_from = None if checkpoint is None else Path(checkpoint)
+            self._resume_check.begin(checkpoint, force_resume)
+            undo_evaluation(self)
+            for plugin in self.plugins():
+                plugin.check(self)
+            warn_of_epochs(self)
+            output = super().train(
+                resume_from_checkpoint=checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
+            )
+        self.settle()
+        return output
+
+    def create_optimizer(self, *args, **kwargs):
+        given = self.optimizer
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self.optimizer = optimizer if given is not None else self.one_launch.of(optimizer)
+        return self.optimizer
+
+    def _get_train_sampler(self, *args, **kwargs):
+        return by_seed(super()._get_train_sampler(*args, **kwargs), self.args)
+
+    def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
+        make = super()._get_dataloader
+        if is_training:
+            return make(endless(dataset), description, batch_size, sampler_fn, True, **kwargs)
+        return self.evaluation_rows.loader(make, dataset, description, batch_size, sampler_fn, **kwargs)
+
+    def _run_epoch(self, **kwargs):
+        tell_epoch(kwargs["train_dataloader"], kwargs["epoch"])
+        return super()._run_epoch(**kwargs)
+
+    def _finalize_training(self, *args, **kwargs):
+        self.step_metrics.add_rest()
+        return super()._finalize_training(*args, **kwargs)
 
     @property
     def tokens_trained(self) -> int:
         """Tokens of all ranks since training started, before a resume too. Waits for the device."""
         return int(self._total_train_tokens)
 
-    def start_counting(self, tokens: int) -> None:
-        """Start a training's metrics anew, after `tokens` tokens of an earlier process."""
-        self._drop_metrics("train")
-        self._total_train_tokens = tokens
-        self.start_run_loss()
+    # what Trainer saves and reads back; checkpoint_guard.py says why each is changed
 
     def _save_checkpoint(self, model, trial):
-        # a callback behind the guard may have asked for it
+        self.settle()
+        # the guard has checked this step, unless a callback behind it has asked for the checkpoint
         self.finite.check(self.state, and_moments=True)
         self.finite.remember(self.state)
         remember_tokens(self.state, self.tokens_trained)
         self._resume_check.remember()
-        super()._save_checkpoint(model, trial)
+        with self.checkpoint_guard.staged(trial):
+            super()._save_checkpoint(model, trial)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        with self.checkpoint_guard.files_hold():
+            super().save_model(output_dir, _internal_call)
+
+    def _save(self, *args, **kwargs):
+        with public_files(self.args):
+            super()._save(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if not self.checkpoint_guard.is_staging:  # else it is pushed once it has its name
+            with public_files(self.args):  # it saves the arguments too, and needs their token
+                super()._push_from_checkpoint(checkpoint_folder)
+
+    def _get_output_dir(self, trial):
+        return self.checkpoint_guard.folder(super()._get_output_dir(trial))
+
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *args):
+        with self.checkpoint_guard.best_found_again():
+            begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args)
+        # Trainer would make one more epoch of a training that has made all its steps
+        return begun if self.state.global_step < max_steps else (num_train_epochs, 0)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        self.checkpoint_guard.load(super()._load_from_checkpoint, resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        self.checkpoint_guard.load_best(super()._load_best_model)
+
+    def _issue_warnings_after_load(self, load_result):
+        if not self.checkpoint_guard.load_again(load_result):
+            super()._issue_warnings_after_load(load_result)
+
+    def folder_locked(self, trial: Any = None) -> AbstractContextManager[None]:
+        """Hold the output directory's lock within the context; the first process takes it for all."""
+        return self.checkpoint_guard.folder_locked(trial)
+
+    # what the collaborators ask
+
+    def plugins(self) -> list[TrainerPlugin]:
+        """Return the extras that this trainer has."""
+        model = base_of(self.model)
+        return of_trainer(self.args, model, output_module(model))
+
+    @property
+    def quantised(self) -> Any:
+        """Return what holds the weights behind the model's quantised ones (`qat`); None where it has none."""
+        return getattr(base_of(self.model), QUANTISED, None)
+
+    def shards_sequences(self) -> bool:
+        """Return whether each rank trains on slices of rows, as DeepSpeed's Ulysses cuts them."""
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        return parallelism is not None and parallelism.sp_enabled
+
+    # what LigerDistillTrainer does otherwise
+
+    def loss_options(self) -> LossOptions:
+        """Return the options of this trainer's fused loss."""
+        return LossOptions(label_smoothing=self.args.label_smoothing_factor, dft=self.args.loss_type == "dft")
+
+    def use_own_loss(self) -> None:
+        """Put this trainer's loss, and its MLPs, back on the model where another trainer of it has replaced them."""
+        record = patched_record(base_of(self.model))
+        if record is not None and record.fused not in (None, self.fused):
+            self.patched, self.fused = record, record.fuse(self.loss_options())
+            record.remake_mlps(MEMORY[getattr(self.args, "memory", FAST)])
+
+    def teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return what the student's forward gets besides the batch."""
+        return {}
+
+    def per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
+        """Return what is averaged over tokens. In training, `entropy` is logged as TRL does, as a mean of means."""
+        return {"perplexity": -outputs.log_probs, "entropy": outputs.entropy}
+
+    def add_metrics(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
+        """Add a micro-batch's sums over the tokens of all ranks; `mode` is "train" or "eval"."""
+        self.step_metrics.add(mode, totals, tokens)
+
+    def restart_metrics(self, tokens: int) -> None:
+        """Start a training's metrics from the start, after `tokens` tokens of an earlier process."""
+        self.step_metrics.restart(tokens)
+
+    def frozen_models(self) -> dict[str, Any]:
+        """Return the models besides the student that run in each step, by name."""
+        return {}
+
+    def teacher_fingerprints(self) -> dict[str, Any]:
+        """Return what identifies a teacher in checkpoints, under "teacher"; empty without one."""
+        return {}
+
+    def settle(self) -> None:
+        """Return once everything that a teacher has answered is known to be sound, or raise."""

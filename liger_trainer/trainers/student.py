@@ -20,10 +20,10 @@ from ..common.weights import load_whole
 from ..errors import ConfigError
 from ..losses.spec import LossOptions
 from ..patching.patcher import Patched, PatchOptions, patched_record
-from .step_config import FAST, MEMORY
+from .options import FAST, MEMORY
 
 
-def take_liger_options(args: Any) -> PatchOptions | None:
+def pop_liger_options(args: Any) -> PatchOptions | None:
     """Return what `liger_kernel_config` asks for, None without it, and switch `use_liger_kernel` off.
 
     transformers and TRL would serve the flag with liger-kernel, or refuse it.
@@ -103,7 +103,7 @@ def patch_student(model: Any, options: PatchOptions | None, loss: LossOptions, m
 
 
 @contextlib.contextmanager
-def loading_and_adapters(args: Any) -> Iterator[None]:
+def patched_sft_module(args: Any) -> Iterator[None]:
     """Change two things in SFTTrainer's module while it constructs itself.
 
     A model that is given by its name must have all its weights in its files, and be no adapter. And adapters on
@@ -153,16 +153,27 @@ def check_savable(model: Any, processing_class: Any) -> None:
         ) from error
 
 
-def undo_evaluation_wrap(model: Any) -> None:
-    """Undo what accelerate did to a model that was evaluated before training.
+def undo_evaluation(trainer: Any) -> None:
+    """Undo, before a training, what accelerate did to a model that was evaluated.
 
     accelerate takes a model that was prepared for evaluation for one that is ready to train, and would not wrap it in
     DDP: every process would train on its own gradients.
+
+    Raises:
+        ConfigError: DeepSpeed has prepared it, which can't be undone.
     """
-    attributes = vars(model)
-    if "_original_forward" in attributes:  # accelerate's unwrap_model would go on below the fused loss
-        model.forward = attributes.pop("_original_forward")
-    del model._is_accelerate_prepared
+    model, sharded = trainer.model, trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    evaluated = getattr(model, "_is_accelerate_prepared", False) and trainer.model_wrapped is model
+    if evaluated and trainer.accelerator.num_processes > 1 and not sharded:
+        if "_original_forward" in vars(model):  # accelerate's unwrap_model would go on below the fused loss
+            model.forward = vars(model).pop("_original_forward")
+        del model._is_accelerate_prepared
+    engine = getattr(trainer.accelerator, "deepspeed_engine_wrapped", None)  # of a training
+    if trainer.is_deepspeed_enabled and engine is None and trainer.model_wrapped is not model:
+        raise ConfigError(
+            "DeepSpeed has prepared this model for an evaluation, without an optimizer, and cannot train it then. "
+            "Leave out evaluate() before train(); eval_on_start=True evaluates before the first step."
+        )
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -5,9 +5,6 @@ transformers groups rows by length in an order that no seed decides, so a resume
 added to the next step with a divisor of their own, and a resumed training begins it again at another row.
 """
 
-# As in sft_trainer.py:
-# pyright: reportAttributeAccessIssue=false
-
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -17,8 +14,6 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
-
-from .discreet import DiscreetTrainer
 
 
 class GroupedByLength(LengthGroupedSampler):
@@ -60,37 +55,37 @@ class EndlessStream(IterableDataset):
                 return
 
 
-class ReproducibleRows(DiscreetTrainer):
-    """SFTTrainer whose training rows come in the same order where it is resumed. See the top of this file."""
+def warn_of_epochs(trainer: Any) -> None:
+    """Warn, in `trainer.train`, of what is asked for at the end of each epoch of a stream, which has no end."""
+    if trainer.train_dataset is not None and not has_length(trainer.train_dataset):
+        kinds = [name for name in ("eval", "save", "logging") if getattr(trainer.args, f"{name}_strategy") == "epoch"]
+        if kinds:
+            warnings.warn(
+                f"{', '.join(f'{name}_strategy' for name in kinds)}: a stream has no length, so its epoch is the "
+                "whole training, however often it begins again. Use steps.",
+                stacklevel=3,
+            )
 
-    def train(self, *args, **kwargs):
-        if self.train_dataset is not None and not has_length(self.train_dataset):
-            kinds = [name for name in ("eval", "save", "logging") if getattr(self.args, f"{name}_strategy") == "epoch"]
-            if kinds:
-                warnings.warn(
-                    f"{', '.join(f'{name}_strategy' for name in kinds)}: a stream has no length, so its epoch is the "
-                    "whole training, however often it begins again. Use steps.",
-                    stacklevel=2,
-                )
-        return super().train(*args, **kwargs)
 
-    def _get_train_sampler(self, *args, **kwargs):
-        sampler, seed = super()._get_train_sampler(*args, **kwargs), self.args.data_seed
-        if type(sampler) is not LengthGroupedSampler:
-            return sampler
-        return GroupedByLength(sampler, self.args.seed if seed is None else seed)
+def by_seed(sampler: Any, args: Any) -> Any:
+    """Return a sampler of training rows, with an order that the seed decides where it groups rows by length."""
+    if type(sampler) is not LengthGroupedSampler:
+        return sampler
+    return GroupedByLength(sampler, args.seed if args.data_seed is None else args.data_seed)
 
-    def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
-        if is_training and isinstance(dataset, IterableDataset) and not has_length(dataset):
-            dataset = EndlessStream(dataset)
-        rows: Any = dataset
-        return super()._get_dataloader(rows, description, batch_size, sampler_fn, is_training, **kwargs)
 
-    def _run_epoch(self, **kwargs):
-        # transformers does not reach the batch sampler of `batch_rebalance` in the shard of a process, once it skips
-        sampler: Any = getattr(kwargs["train_dataloader"], "batch_sampler", None)  # none of Ulysses' adapter
-        while hasattr(sampler, "batch_sampler"):
-            sampler = sampler.batch_sampler
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(kwargs["epoch"])
-        return super()._run_epoch(**kwargs)
+def endless(rows: Any) -> Any:
+    """Return training rows, a stream as one that begins again and again."""
+    return EndlessStream(rows) if isinstance(rows, IterableDataset) and not has_length(rows) else rows
+
+
+def tell_epoch(loader: Any, epoch: int) -> None:
+    """Tell the epoch to the batch sampler of `batch_rebalance`.
+
+    transformers does not reach it in the shard of a process, once it skips batches.
+    """
+    sampler: Any = getattr(loader, "batch_sampler", None)  # none of Ulysses' adapter
+    while hasattr(sampler, "batch_sampler"):
+        sampler = sampler.batch_sampler
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)

@@ -19,7 +19,7 @@ from benchmarks.trainer_providers import PROVIDERS, make_ours, prepare, variant
 from benchmarks.trainer_step import LOSS_TOLERANCE, NORM_TOLERANCE, Row, judge, main, markdown, parse
 from benchmarks.trainer_worker import Measured, TrainerWorker, Watch, covered, read_trace
 from liger_trainer.common.replacements import Replacements
-from liger_trainer.trainers.fixed_shapes import few_shapes
+from liger_trainer.trainers.step_graphs import pad_to_few_shapes
 
 CASE = {case.name: case for case in CASES}
 PLAIN = CASE["sft-qwen3-0.6b"]
@@ -289,7 +289,7 @@ def test_what_is_watched_still_has_few_shapes(tmp_path):
     rows = make_rows(case, TINY_PLAN, tiny=True)
     trainer = make_ours(prepare(case, OURS, True, "cpu", str(tmp_path), rows, TINY_PLAN.steps))
     watch = Watch(trainer, 0, 1, 0, str(tmp_path))
-    few_shapes(trainer, Replacements())
+    pad_to_few_shapes(trainer, Replacements())
     trainer.data_collator([{"input_ids": [5] * 60, "seq_lengths": [60]}] * case.rows)
     assert watch.batches == [(60 * case.rows, length_of(case, True) * case.rows, 10 * case.rows)]
 

@@ -12,9 +12,8 @@ from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from liger_trainer.cli import main
-from liger_trainer.common.checkpoints import TRAINER_STATE, checkpoints_in, damage
+from liger_trainer.common.checkpoints import MANIFEST, TRAINER_STATE, checkpoints_in, damage
 from liger_trainer.common.files import STATE
-from liger_trainer.common.manifest import MANIFEST
 from liger_trainer.errors import ConfigError, CorruptError
 from liger_trainer.run.checkpoints import BEFORE, resumption
 

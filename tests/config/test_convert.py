@@ -10,18 +10,18 @@ import yaml
 from convert_corpus import count
 
 from liger_trainer.cli.convert import ForeignTool
-from liger_trainer.config.convert import Converted, convert
 from liger_trainer.config.run_config import check_text
 from liger_trainer.config.schema import shipped_schema
 from liger_trainer.errors import ConfigError
-from liger_trainer.trainers.sampling_config import ELSEWHERE
+from liger_trainer.extras.convert import Converted, convert
+from liger_trainer.trainers.options import ELSEWHERE
 
 FILES = Path(__file__).parent / "foreign_configs"
 ORIGINS = [origin.value for origin in ForeignTool]
 
 
 def table(origin: str):
-    return importlib.import_module(f"liger_trainer.config.convert.{origin}").TOOL
+    return importlib.import_module(f"liger_trainer.extras.convert.{origin}").TOOL
 
 
 def converted(origin: str, text: str | None = None) -> Converted:

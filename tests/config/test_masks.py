@@ -16,11 +16,11 @@ from tiny import tiny_model
 from trl import SFTConfig, SFTTrainer
 from trl.experimental.utils import DataCollatorForChatML
 
-from liger_trainer.config.convert import Converted, convert
 from liger_trainer.config.run_config import load_run_config
+from liger_trainer.extras.convert import Converted, convert
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import check_student, open_model
-from liger_trainer.trainers.prepare_rows import Preparation
+from liger_trainer.trainers.row_preparation import Preparation
 
 RECORDED = json.loads(GOLDEN.read_text(encoding="utf-8"))
 BEHIND = SPECIAL[1]  # torchtune ends each row with this token, and does not supervise it
@@ -36,7 +36,7 @@ def folder(tmp_path, monkeypatch):
 
 def converted(tool: str, text: str, folder: Path) -> Converted:
     return convert(
-        text, str(folder / "theirs.yaml"), importlib.import_module(f"liger_trainer.config.convert.{tool}").TOOL
+        text, str(folder / "theirs.yaml"), importlib.import_module(f"liger_trainer.extras.convert.{tool}").TOOL
     )
 
 

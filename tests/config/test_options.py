@@ -18,11 +18,10 @@ from liger_trainer.config.run_config import check_text
 from liger_trainer.config.schema import shipped_schema, shipped_text
 from liger_trainer.config.yaml_reader import parse_yaml
 from liger_trainer.errors import ConfigError
-from liger_trainer.losses.config import LossConfig
+from liger_trainer.losses.plan import LossConfig
 from liger_trainer.teachers.config import TeacherConfig
-from liger_trainer.trainers.distill_config import LigerDistillConfig
-from liger_trainer.trainers.sampling_config import SamplingConfig
-from liger_trainer.trainers.sft_config import LigerConfig
+from liger_trainer.trainers.config import LigerConfig, LigerDistillConfig
+from liger_trainer.trainers.options import SamplingConfig
 
 EDITOR = jsonschema.Draft202012Validator(json.loads(shipped_text()))
 NEEDED = {"model_name_or_path": "m", "dataset_name": "d", "recipe": "distill", "teacher_model_name_or_path": "t"}

@@ -10,12 +10,12 @@ from trl import ModelConfig, SFTConfig
 from liger_trainer.config import run_config
 from liger_trainer.config.catalogue import built_in_configs
 from liger_trainer.config.conflicts import GONE
-from liger_trainer.config.overrides import parse_overrides, setting
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.config.schema import Schema, installed_versions, shipped_schema, shipped_text
 from liger_trainer.config.schema_writer import installed_schema
+from liger_trainer.config.yaml_reader import parse_overrides, setting
 from liger_trainer.errors import ConfigError
-from liger_trainer.trainers.distill_config import LigerDistillConfig
+from liger_trainer.trainers.config import LigerDistillConfig
 
 NEEDED = "model_name_or_path: some/model\ndataset_name: some/data\n"
 
@@ -299,7 +299,8 @@ def test_a_setting_of_a_command_line_is_the_text_that_it_was(name):
     ("lines", "message"),
     [("recipe: distill_two_stage", "recipe: distill_two_stage was removed: run the second stage by itself"),
      ("second_stage: {lmbda: 0.5}", "second_stage: was removed: run the second stage by itself"),
-     ("teacher_correction: {max_steps: 2}", "teacher_correction: was removed: fine-tune the teacher by itself first")],
+     ("teacher_correction: {max_steps: 2}", "teacher_correction: was removed: fine-tune the teacher by itself first"),
+     ("losses: [{type: adaptive_kl}]", "losses: [0].type: adaptive_kl was removed: use symmetric_kl")],
 )  # fmt: skip
 def test_a_removed_key_says_what_does_the_same(load, lines, message):
     assert message in refused(load, f"{NEEDED}teacher_model_name_or_path: t\n{lines}\n")

@@ -12,9 +12,9 @@ from tiny import assert_same_gradients, texts, tiny_model, tiny_tokenizer, train
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.errors import ConfigError
-from liger_trainer.losses.sharded_heads import ShardedHead, keep_sharded, kept_sharded, obstacle
-from liger_trainer.trainers.sft_config import LigerConfig
-from liger_trainer.trainers.sharded_head import shard_head
+from liger_trainer.extras.vocab_parallel.heads import ShardedHead, keep_sharded, kept_sharded, obstacle
+from liger_trainer.extras.vocab_parallel.trainer import shard_head, why_whole_head
+from liger_trainer.trainers.config import LigerConfig
 
 DTENSORS = importlib.util.find_spec("transformers.distributed.tensor_parallel") is not None
 assert set(ENGINES) == {engine for engine, _ in STEPS}
@@ -98,7 +98,7 @@ def test_losses_that_need_whole_heads_say_so(losses, teacher):
     trainer = LigerDistillTrainer(
         tiny_model(), teacher_model=models, args=args, train_dataset=texts(), processing_class=tiny_tokenizer()
     )
-    assert trainer.why_whole_head() is not None
+    assert why_whole_head(trainer) is not None
 
 
 def test_a_loss_that_reads_a_whole_head_refuses_rows():
@@ -113,7 +113,7 @@ def host(model, **args):
     options = {"max_length": 8, "per_device_train_batch_size": 2, "torch_compile": False, **args}
     return SimpleNamespace(
         model=model, accelerator=accelerator, args=SimpleNamespace(**options), is_fsdp_enabled=True,
-        why_whole_head=lambda: None,
+        compute_loss_func=None, shards_sequences=lambda: False,
     )  # fmt: skip
 
 

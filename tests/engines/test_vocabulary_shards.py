@@ -7,8 +7,9 @@ import torch
 from engines.vocabulary_shards import cases
 from processes import run_on
 
-from liger_trainer.kernels._chunking import Execution
-from liger_trainer.kernels._vocab_parallel import VocabParallel, check_parallel, chunk_rows
+from liger_trainer.kernels._linear_loss import Execution
+from liger_trainer.kernels._ranks import VocabParallel
+from liger_trainer.kernels._vocab_parallel import chunk_rows
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -62,12 +63,12 @@ def test_impossible_descriptions_are_refused(change, message):
 
 def test_a_shard_beyond_the_head_is_refused():
     with pytest.raises(ValueError, match="rows 6 to 10 of a head of 8 rows"):
-        check_parallel(Ranks(None, 6, 8), torch.zeros(4, 2), False)
+        Ranks(None, 6, 8).check(torch.zeros(4, 2), False)
 
 
 def test_overwrite_hidden_is_refused():
     with pytest.raises(ValueError, match="overwrite_hidden has no place"):
-        check_parallel(Ranks(None, 0, 8), torch.zeros(4, 2), True)
+        Ranks(None, 0, 8).check(torch.zeros(4, 2), True)
 
 
 def test_columns_of_a_shared_vocabulary():

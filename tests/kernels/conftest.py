@@ -8,7 +8,7 @@ pytest.register_assert_rewrite("kernel_checks")
 
 from kernel_checks import PATHS, TRITON_DEVICE, Place, set_path  # noqa: E402 (found through the path above)
 
-from liger_trainer.kernels import _chunking, _gated, _head, _low_rank  # noqa: E402
+from liger_trainer.kernels import _gated, _linear_head, _linear_loss, _low_rank  # noqa: E402
 
 HERE = Path(__file__).parent
 TABLES = ("norm", "activation", "divergence", "loss")  # parameters that hold the op that a case is of
@@ -84,8 +84,8 @@ def tiled(monkeypatch) -> Callable[[str], None]:
 
     def of_path(path: str) -> None:
         set_path(monkeypatch, path, block=4)
-        monkeypatch.setattr(_chunking, "TILE_ROWS", 4)
-        monkeypatch.setattr(_chunking, "CHUNK_ROWS", (2, 4))
+        monkeypatch.setattr(_linear_loss, "TILE_ROWS", 4)
+        monkeypatch.setattr(_linear_loss, "CHUNK_ROWS", (2, 4))
 
     return of_path
 
@@ -93,13 +93,13 @@ def tiled(monkeypatch) -> Callable[[str], None]:
 @pytest.fixture
 def products(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of what the fused losses' products are added to, in order: gradients, and logits with adapters."""
-    shapes, addmm_into = [], _head.addmm_into
+    shapes, addmm_into = [], _linear_head.addmm_into
 
     def spy(out, a, b, **factors):
         shapes.append(tuple(out.shape))
         addmm_into(out, a, b, **factors)
 
-    monkeypatch.setattr(_head, "addmm_into", spy)
+    monkeypatch.setattr(_linear_head, "addmm_into", spy)
     return shapes
 
 

@@ -5,20 +5,29 @@ import pytest
 import torch
 from kernel_checks import PATHS, TRITON_DEVICE
 
-from liger_trainer.kernels import _labelled_rows
-from liger_trainer.kernels._autograd import Needs
-from liger_trainer.kernels._chunking import (
+from liger_trainer.kernels import _linear_head
+from liger_trainer.kernels._autograd import NeededGradients
+from liger_trainer.kernels._linear_head import (
+    HostCopy,
+    Rows,
+    RowSelection,
+    addmm_into,
+    all_rows,
+    gather_rows,
+    project,
+    scatter_rows,
+    selected_rows,
+)
+from liger_trainer.kernels._linear_loss import (
     LAST_TILE,
     ROUNDINGS,
     TILE_ROWS,
     Execution,
     row_plan,
     tile_plan,
-    tiles_beside_gradient,
+    tiles_in_gradient,
     workspace,
 )
-from liger_trainer.kernels._head import addmm_into, project
-from liger_trainer.kernels._labelled_rows import HostCopy, Rows, RowSelection, all_rows, put, selected_rows, take
 from liger_trainer.kernels._triton import use_triton
 
 
@@ -57,7 +66,10 @@ def test_chunks_cover_every_row_once_within_the_workspace(count, limit):
 
 @pytest.mark.parametrize("workspace_mb", [None, 0.1, 3, 40, 512])
 @pytest.mark.parametrize("count, vocab, hidden_size", [(0, 1, 1), (100, 11, 8), (2048, 49152, 576), (30000, 250, 64)])
-@pytest.mark.parametrize("needs", [Needs(True, True, False), Needs(True, False, False), Needs(False, False, False)])
+@pytest.mark.parametrize(
+    "needs",
+    [NeededGradients(True, True, False), NeededGradients(True, False, False), NeededGradients(False, False, False)],
+)
 def test_tiles_cover_the_logits_once_within_the_workspace(count, vocab, hidden_size, needs, workspace_mb):
     plan = tile_plan(count, vocab, hidden_size, 2, needs, Execution(workspace_mb))
     tiles = list(plan.tiles(vocab))
@@ -73,7 +85,7 @@ def test_tiles_cover_the_logits_once_within_the_workspace(count, vocab, hidden_s
     "count, vocab, row_bytes", [(1, 1, 2), (100, 5000, 128), (8192, 151936, 4096), (65536, 32000, 4096)]
 )
 def test_tiles_beside_the_gradient_fit_behind_them_or_are_small(count, vocab, row_bytes):
-    tiles = list(tiles_beside_gradient(count, vocab, 2, row_bytes))
+    tiles = list(tiles_in_gradient(count, vocab, 2, row_bytes))
     covered: dict[int, int] = {}
     words = 0
     for rows, columns in tiles:
@@ -90,7 +102,7 @@ def test_tiles_beside_the_gradient_fit_behind_them_or_are_small(count, vocab, ro
 
 def test_a_larger_workspace_moves_less_memory():
     """Fewer chunks read the weight, or fewer tiles the sum of d hidden; without d hidden, rows are all that counts."""
-    every, weight_alone = Needs(True, True, False), Needs(False, True, False)
+    every, weight_alone = NeededGradients(True, True, False), NeededGradients(False, True, False)
 
     def plan(needs, workspace_mb):
         return tile_plan(8192, 128256, 2048, 2, needs, Execution(workspace_mb))
@@ -98,7 +110,7 @@ def test_a_larger_workspace_moves_less_memory():
     small, large = plan(every, 16), plan(every, 256)
     assert small.rows <= large.rows and small.columns <= large.columns and small != large
     assert plan(weight_alone, 64).rows > plan(every, 64).rows
-    nothing = Needs(False, False, False)
+    nothing = NeededGradients(False, False, False)
     spared, most = (tile_plan(8192, 128256, 2048, 2, nothing, Execution(), mb * 2**20) for mb in (256, 10**6))
     assert 32 * 2**20 < 2 * spared.rows * spared.columns <= 256 * 2**20 < 2 * most.rows * most.columns <= 2**30
 
@@ -115,11 +127,11 @@ def test_workspace_rows_are_aligned(vocab, dtype):
 @pytest.fixture(params=PATHS)
 def selecting(request, monkeypatch):
     """Triton's way and torch's, the former in blocks so short that a small batch takes several."""
-    monkeypatch.setattr(_labelled_rows, "use_triton", lambda x: request.param == "triton")
-    monkeypatch.setattr(_labelled_rows, "BLOCK", 2)
-    _labelled_rows._launch.cache_clear()
+    monkeypatch.setattr(_linear_head, "use_triton", lambda x: request.param == "triton")
+    monkeypatch.setattr(_linear_head, "BLOCK", 2)
+    _linear_head._launch.cache_clear()
     yield TRITON_DEVICE if request.param == "triton" else "cpu"
-    _labelled_rows._launch.cache_clear()
+    _linear_head._launch.cache_clear()
 
 
 @pytest.mark.parametrize("labels", [[5, -100, 2, -100, -100, 0], [-100] * 3, [1, 2], [-100, 7], [3, -100], []], ids=str)
@@ -134,8 +146,8 @@ def test_row_selection(labels, selecting):
     else:
         assert torch.equal(rows.index, expected)
     x = torch.arange(2.0 * len(labels), device=selecting).reshape(-1, 2)
-    assert torch.equal(take(x, rows), x[expected])
-    assert torch.equal(put(take(x, rows), rows, len(labels)), x * (labels != -100)[:, None])
+    assert torch.equal(gather_rows(x, rows), x[expected])
+    assert torch.equal(scatter_rows(gather_rows(x, rows), rows, len(labels)), x * (labels != -100)[:, None])
 
 
 def test_row_selection_of_a_batch_of_sequences(selecting):

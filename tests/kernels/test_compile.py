@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_checks import LEAVES, fields, random_inputs, random_pair
 
-from liger_trainer.kernels._labelled_rows import RowSelection
+from liger_trainer.kernels._linear_head import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import linear_divergence
 

@@ -1,4 +1,4 @@
-"""The kinds of linear_divergence one by one: values, gradients, limits, the adaptive KL's head, and a mixed teacher.
+"""The kinds of linear_divergence one by one: values, gradients, limits, and a mixed teacher.
 
 What all of them share is in test_linear_divergence.py.
 """
@@ -9,9 +9,8 @@ import pytest
 import torch
 from kernel_checks import LEAVES, check_divergence, evaluate, random_pair, set_path
 
-from liger_trainer.kernels import _divergence_rows
-from liger_trainer.kernels._divergence_options import BITS, DivergenceOptions
-from liger_trainer.kernels._divergence_reference import likeliest_half
+from liger_trainer.kernels import _divergence_kernels
+from liger_trainer.kernels._divergence_torch import BITS, DivergenceOptions
 from liger_trainer.kernels.linear_divergence import (
     KINDS,
     distillation_reference,
@@ -19,7 +18,7 @@ from liger_trainer.kernels.linear_divergence import (
     linear_divergence,
 )
 
-NEW = ["skew_kl", "skew_reverse_kl", "symmetric_kl", "tvd", "adaptive_kl"]
+NEW = ["skew_kl", "skew_reverse_kl", "symmetric_kl", "tvd"]
 EACH = {kind: 0.2 + 0.1 * i for i, kind in enumerate(KINDS)}
 CE = {"ce_weight": 0.4, "label_smoothing": 0.1, "z_loss": 0.02}
 CAPS = {"softcap": 7.0, "teacher_softcap": 9.0, "scale": 0.8, "teacher_scale": 1.2}
@@ -28,13 +27,13 @@ CAPS = {"softcap": 7.0, "teacher_softcap": 9.0, "scale": 0.8, "teacher_scale": 1
 @pytest.fixture
 def place(place, monkeypatch):
     """Blocks of which a row here takes two or three: the interpreter's time goes by their number."""
-    monkeypatch.setattr(_divergence_rows, "LANES", 16)
+    monkeypatch.setattr(_divergence_kernels, "LANES", 16)
     return place
 
 
 @pytest.fixture
 def fp32(fp32, monkeypatch):
-    monkeypatch.setattr(_divergence_rows, "LANES", 16)
+    monkeypatch.setattr(_divergence_kernels, "LANES", 16)
     return fp32
 
 
@@ -101,9 +100,7 @@ def _reference(hidden, weight, teacher_hidden, teacher_weight, **options):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 4.0])
-@pytest.mark.parametrize(
-    "kind", [k for k in KINDS if k != "adaptive_kl"] + [{k: w for k, w in EACH.items() if k != "adaptive_kl"}], ids=str
-)
+@pytest.mark.parametrize("kind", [*KINDS, EACH], ids=str)
 def test_gradcheck(kind, temperature, monkeypatch):
     """Value and gradient belong together, T^2 included."""
     set_path(monkeypatch, "torch")
@@ -115,86 +112,6 @@ def test_gradcheck(kind, temperature, monkeypatch):
         return linear_divergence(**tensors, **values, kind=kind, temperature=temperature, alpha=0.2, beta=0.3).loss
 
     assert torch.autograd.gradcheck(loss, list(leaves.values()))
-
-
-@pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_adaptive_kl_is_two_kls_with_weights_of_each_row(fp32, temperature):
-    """Its gradient is that of the KLs, whose own is checked by finite differences, with the weights held."""
-    student, teacher = random_logits(3, 37)
-    of_head = head_weights(student / temperature, teacher / temperature)
-    assert 0.1 < of_head.min() and of_head.max() < 0.9
-    for row in range(3):
-        tensors = pair_of_logits(student[row : row + 1], teacher[row : row + 1], fp32.device)
-        weight = of_head[row].item()
-        kls = {"forward_kl": weight, "reverse_kl": 1 - weight}
-        got, expected = (
-            evaluate(linear_divergence, tensors, kind=kind, temperature=temperature) for kind in ("adaptive_kl", kls)
-        )
-        for name in ("loss", "d_hidden", "d_weight"):
-            torch.testing.assert_close(got[name], expected[name], rtol=2e-5, atol=2e-6)
-
-
-def head_weights(student, teacher):
-    """The weight of the forward KL in each row, by adding up the head token by token."""
-    q, p = (x.double().softmax(-1) for x in (student, teacher))
-    weights = []
-    for q_row, p_row, t_row in zip(q, p, teacher, strict=True):
-        groups = sorted(set(t_row.tolist()), reverse=True)
-        head, mass = torch.zeros_like(t_row, dtype=torch.bool), 0.0
-        for value in groups:
-            mass += p_row[t_row == value].sum().item()
-            if mass > 0.5 and head.any():
-                break
-            head |= t_row == value
-        gaps = (p_row - q_row).abs()
-        weights.append(gaps[head].sum() / gaps.sum())
-    return torch.stack(weights)
-
-
-HEADS = {
-    "one token above all": [9.0, 1.0, 0.0, -1.0, 3.0],
-    "two share the first place": [5.0, 5.0, 0.0, 1.0, 2.0],
-    "three share the second": [3.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.5, 0.6],
-    "ties at the edge": [2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.5],
-    "all equal": [0.25] * 7,
-    "two values": [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0],
-    "all but equal": [1e-4 * x for x in (3, 1, 4, 1.5, 9, 2, 6, 5, 3.5)],
-    "far below zero": [-300.0, -301.0, -302.0, -300.5, -301.5, -305.0],
-    "one far above a flat rest": [6.0] + [0.01 * x for x in range(12)],
-    "large and close": [1000.0 + 2.0**-9 * x for x in range(9)],
-}
-
-
-def test_head_of_adaptive_kl(fp32):
-    rows = [torch.tensor(x + [-1e4] * (20 - len(x))) for x in HEADS.values()]  # the rest weighs nothing
-    generator = torch.Generator().manual_seed(1)
-    rows += [x[torch.randperm(20, generator=generator)] for x in rows]  # wherever in the row they lie
-    teacher = torch.stack(rows)
-    check_head(fp32, 2 * torch.randn(teacher.shape, generator=generator), teacher)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab, spread", [(300, 0.05), (300, 2.0), (77, 6.0)])
-def test_head_of_adaptive_kl_at_random(fp32, vocab, spread, dtype, monkeypatch):
-    monkeypatch.setattr(_divergence_rows, "LANES", 64)
-    student, teacher = random_logits(3, vocab, seed=3, spread=spread)
-    check_head(fp32, student, teacher.to(dtype).float())
-
-
-def check_head(place, student, teacher):
-    kind = {"forward_kl": 0.0, "reverse_kl": 0.0, "adaptive_kl": 1.0}
-    with torch.no_grad():
-        got = linear_divergence(**pair_of_logits(student, teacher, place.device), kind=kind).terms
-    forward, reverse, value = (got[name].cpu().double() for name in kind)
-    of_head = head_weights(student, teacher)
-    torch.testing.assert_close(value, of_head * forward + (1 - of_head) * reverse, rtol=1e-5, atol=1e-6)
-
-
-def test_likeliest_half_by_adding_up():
-    log_p = torch.randn(50, 23, generator=torch.Generator().manual_seed(0)).mul(3).round().log_softmax(-1)  # has ties
-    p = log_p.exp()
-    as_likely = torch.stack([(p * (log_p >= log_p[:, i : i + 1])).sum(-1) for i in range(23)], 1)
-    assert torch.equal(likeliest_half(log_p), (as_likely <= 0.5) | (log_p == log_p.amax(-1, True)))
 
 
 @pytest.mark.parametrize("kind, limit", [("skew_kl", "forward_kl"), ("skew_reverse_kl", "reverse_kl")])
@@ -262,7 +179,7 @@ def test_kinds_of_weight_0_are_measured_alone(fp32):
     assert {k for k in alone if k.startswith("of ")} == {"of reverse_kl"}
     for name, x in alone.items():
         torch.testing.assert_close(got[name], x, rtol=1e-6, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
-    for kind in KINDS if fp32.path == "torch" else ("adaptive_kl",):
+    for kind in KINDS if fp32.path == "torch" else ("skew_kl",):
         one = linear_divergence(**tensors, kind=kind, **options)
         torch.testing.assert_close(got[f"of {kind}"], one.divergence, rtol=1e-6, atol=1e-7)
         assert list(one.terms) == [kind] and torch.equal(one.terms[kind], one.divergence)
@@ -292,7 +209,7 @@ def divergence_terms(tensors, temperature):
 
 
 def test_what_is_not_named_is_not_compiled():
-    """Measured are kinds of the second pass, for which alone it is made; the adaptive KL's gradient is of both KLs."""
+    """Measured are kinds of the second pass, for which alone it is made."""
 
     def bits(*kinds):
         return sum(BITS[kind] for kind in kinds)
@@ -300,8 +217,7 @@ def test_what_is_not_named_is_not_compiled():
     for weights, measured, graded in (
         ({"forward_kl": 1.0}, bits(), bits("forward_kl")),
         ({"jsd": 0.0, "tvd": 1.0}, bits("jsd", "tvd"), bits("tvd")),
-        ({"adaptive_kl": 0.0, "reverse_kl": 0.0}, bits("adaptive_kl"), bits()),
-        ({"adaptive_kl": 0.5, "forward_kl": 0.5}, bits("adaptive_kl"), bits("forward_kl", "reverse_kl")),
+        ({"skew_kl": 0.0, "reverse_kl": 0.0}, bits("skew_kl"), bits()),
     ):
         options = DivergenceOptions(weights)
         assert (options.measured, options.graded) == (measured, graded), weights

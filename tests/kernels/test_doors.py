@@ -34,5 +34,7 @@ def test_no_private_module_is_imported(folder):
 
 def test_a_private_import_would_be_seen(tmp_path):
     file = tmp_path / "file.py"
-    file.write_text("def late():\n    from ..kernels import _head, types\n    from ..kernels._triton import Launch\n")
-    assert private_kernels(imported(file)) == ["kernels._head", "kernels._triton.Launch"]
+    file.write_text(
+        "def late():\n    from ..kernels import _linear_head, types\n    from ..kernels._triton import Launch\n"
+    )
+    assert private_kernels(imported(file)) == ["kernels._linear_head", "kernels._triton.Launch"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_checks import check, evaluate, random_inputs, under_autocast
 
-from liger_trainer.kernels._labelled_rows import RowSelection
+from liger_trainer.kernels._linear_head import RowSelection
 from liger_trainer.kernels.linear_alm import (
     FLOOR,
     SpanDivergence,

@@ -3,9 +3,9 @@ import torch
 import torch.nn.functional as F
 from kernel_checks import check_cross_entropy, evaluate, random_inputs, set_path
 
-from liger_trainer.kernels import _chunking, _cross_entropy_rows, _head
+from liger_trainer.kernels import _cross_entropy_rows, _linear_head, _linear_loss
 from liger_trainer.kernels import linear_cross_entropy as linear_cross_entropy_file
-from liger_trainer.kernels._labelled_rows import RowSelection
+from liger_trainer.kernels._linear_head import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import Lora, linear_cross_entropy, linear_cross_entropy_reference
 
 OPTIONS = {
@@ -131,15 +131,15 @@ def test_logits_far_from_zero(fp32, monkeypatch):
 @pytest.mark.parametrize("options", [{"reduction": "none"}, OPTIONS["all"]], ids=["each token", "all"])
 def test_recomputed_logits_lie_in_the_gradient_of_the_weight(place, tiled, monkeypatch, n, v, ignored, options):
     tiled(place.path)
-    monkeypatch.setattr(_chunking, "WIDE_TILE", 8)
-    monkeypatch.setattr(_chunking, "LAST_TILE", 4)
-    memories, of_tile = [], _head.HeadGradients.free_rows
+    monkeypatch.setattr(_linear_loss, "WIDE_TILE", 8)
+    monkeypatch.setattr(_linear_loss, "LAST_TILE", 4)
+    memories, of_tile = [], _linear_head.HeadGradients.free_rows
 
     def spy(*args):
         memories.append(of_tile(*args))
         return memories[-1]
 
-    monkeypatch.setattr(_head.HeadGradients, "free_rows", spy)
+    monkeypatch.setattr(_linear_head.HeadGradients, "free_rows", spy)
     inputs = random_inputs(n, 8, v, dtype=place.dtype, device=place.device, bias=True, ignored=ignored)
     for frozen in (), ("hidden",), ("bias",):
         check_cross_entropy(inputs, 3.0, recompute=True, frozen=frozen, **options)
@@ -169,7 +169,7 @@ def test_recomputed_logits_of_a_weight_in_another_dtype(monkeypatch, hidden, wei
 def test_rounding_in_place(n, dtype):
     sums = torch.randn(n, 3, generator=torch.Generator().manual_seed(0))
     want = sums.to(dtype)
-    assert torch.equal(_head._rounded_in_place(sums, dtype), want)
+    assert torch.equal(_linear_head._rounded_in_place(sums, dtype), want)
 
 
 @pytest.mark.gpu

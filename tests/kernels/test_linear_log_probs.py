@@ -7,9 +7,9 @@ import torch
 from kernel_checks import check, evaluate, random_inputs, set_path, under_autocast
 from torch import Tensor
 
-from liger_trainer.kernels import _fused_linear, _head
+from liger_trainer.kernels import _linear_head, _linear_loss
 from liger_trainer.kernels import linear_log_probs as file
-from liger_trainer.kernels._labelled_rows import RowSelection
+from liger_trainer.kernels._linear_head import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_log_probs import linear_log_probs, linear_log_probs_reference
 from liger_trainer.kernels.types import Lora
@@ -55,7 +55,7 @@ def check_log_probs(tensors, entropy=False, frozen=(), op=linear_log_probs, **op
 @pytest.fixture
 def products(monkeypatch) -> list[str]:
     """The matrix products of vocabulary size, in order."""
-    names, project, addmm_into = [], _head.project, _head.addmm_into
+    names, project, addmm_into = [], _linear_head.project, _linear_head.addmm_into
 
     def logits(x, w, out):
         names.append("logits")
@@ -65,8 +65,8 @@ def products(monkeypatch) -> list[str]:
         names.append(f"gradient {tuple(out.shape)}")
         addmm_into(out, *args, **factors)
 
-    monkeypatch.setattr(_head, "project", logits)
-    monkeypatch.setattr(_head, "addmm_into", gradient)
+    monkeypatch.setattr(_linear_head, "project", logits)
+    monkeypatch.setattr(_linear_head, "addmm_into", gradient)
     return names
 
 
@@ -272,13 +272,13 @@ def test_compiled_whole(fp32, frozen):
 
 
 def test_logits_of_a_chunk_alone_exist(fp32, monkeypatch):
-    seen, workspace = [], _fused_linear.workspace
+    seen, workspace = [], _linear_loss.workspace
 
     def spy(rows, vocab, *args):
         seen.append((rows, vocab))
         return workspace(rows, vocab, *args)
 
-    monkeypatch.setattr(_fused_linear, "workspace", spy)
+    monkeypatch.setattr(_linear_loss, "workspace", spy)
     tensors = random_inputs(33, 6, 64, device=fp32.device)
     check_log_probs(tensors, True, workspace_mb=4 * 64 * 4 / 2**20)
     assert seen and all(shape == (4, 64) for shape in seen)

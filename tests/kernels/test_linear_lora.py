@@ -9,9 +9,8 @@ from fused_losses import LOSSES, Loss
 from kernel_checks import LEAVES, PATHS, Place, check, evaluate, random_inputs, random_pair, set_path
 from torch import Tensor
 
-from liger_trainer.kernels import _head
-from liger_trainer.kernels._head import LinearHead, Lora, linear_reference
-from liger_trainer.kernels._labelled_rows import Rows, RowSelection
+from liger_trainer.kernels import _linear_head
+from liger_trainer.kernels._linear_head import LinearHead, Lora, Rows, RowSelection, linear_reference
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from liger_trainer.kernels.linear_divergence import linear_divergence, linear_divergence_reference
 
@@ -168,13 +167,13 @@ def test_no_adapters(on_torch, loss):
 def test_adapters_in_another_dtype(monkeypatch, on_torch, loss, base, adapter, recompute):
     """Products in the base's, as under autocast; gradients in the adapters' own."""
     base, adapter = getattr(torch, base), getattr(torch, adapter)
-    dtypes, project = set(), _head.project
+    dtypes, project = set(), _linear_head.project
 
     def spy(x, w, out):
         dtypes.update((x.dtype, w.dtype, out.dtype))
         return project(x, w, out)
 
-    monkeypatch.setattr(_head, "project", spy)
+    monkeypatch.setattr(_linear_head, "project", spy)
     tensors = adapted(loss, 33, 6, 21, ranks=(3, 2), dtype=base, adapter_dtype=adapter, ignored=0.2)
     double = {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()}
     same = {k: x.to(base) if k in ADAPTERS else x for k, x in tensors.items()}
@@ -192,13 +191,13 @@ def test_adapters_in_another_dtype(monkeypatch, on_torch, loss, base, adapter, r
 
 
 def test_autocast_computes_in_its_dtype(monkeypatch, on_torch, loss):
-    dtypes, project = set(), _head.project
+    dtypes, project = set(), _linear_head.project
 
     def spy(x, w, out):
         dtypes.update((x.dtype, w.dtype, out.dtype))
         return project(x, w, out)
 
-    monkeypatch.setattr(_head, "project", spy)
+    monkeypatch.setattr(_linear_head, "project", spy)
     tensors = adapted(loss, 9, 16, 50, ignored=0.2)
     with torch.autocast("cpu", torch.bfloat16):
         got = evaluate(with_adapters(loss.op), tensors, leaves=leaves_of(tensors))

@@ -20,8 +20,8 @@ from kernel_checks import (
 )
 from torch import Tensor
 
-from liger_trainer.kernels import _chunking, _head, _sparse_rows
-from liger_trainer.kernels._labelled_rows import RowSelection
+from liger_trainer.kernels import _linear_head, _linear_loss, _sparse_rows
+from liger_trainer.kernels._linear_head import RowSelection
 from liger_trainer.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import linear_divergence
@@ -50,7 +50,7 @@ def short_blocks(request, monkeypatch):
 @pytest.fixture
 def products(monkeypatch) -> list[tuple]:
     """The products in order: ("logits", rows, columns), and ("gradient", *shape)."""
-    shapes, project, addmm_into = [], _head.project, _head.addmm_into
+    shapes, project, addmm_into = [], _linear_head.project, _linear_head.addmm_into
 
     def spy_on_logits(x, w, out):
         shapes.append(("logits", *out.shape))
@@ -60,8 +60,8 @@ def products(monkeypatch) -> list[tuple]:
         shapes.append(("gradient", *out.shape))
         addmm_into(out, a, b, **factors)
 
-    monkeypatch.setattr(_head, "project", spy_on_logits)
-    monkeypatch.setattr(_head, "addmm_into", spy_on_gradients)
+    monkeypatch.setattr(_linear_head, "project", spy_on_logits)
+    monkeypatch.setattr(_linear_head, "addmm_into", spy_on_gradients)
     return shapes
 
 
@@ -396,13 +396,13 @@ def test_label_outside_the_vocabulary(fp32, tiled, label):
 def test_autocast_computes_in_its_dtype(loss, recompute, monkeypatch):
     set_path(monkeypatch, "torch")
     tensors = loss.inputs(33, 16, 50, bias=True, ignored=0.2)
-    dtypes, project = set(), _head.project
+    dtypes, project = set(), _linear_head.project
 
     def spy(x, w, out):
         dtypes.add((x.dtype, w.dtype, out.dtype))
         return project(x, w, out)
 
-    monkeypatch.setattr(_head, "project", spy)
+    monkeypatch.setattr(_linear_head, "project", spy)
     options = loss.options | {"dft": False} if "dft" in loss.options else loss.options
     with torch.autocast("cpu", torch.bfloat16):
         got = evaluate(loss.op, tensors, recompute=recompute, **options)
@@ -471,7 +471,7 @@ def test_fp32_accumulation(loss, tiled, recompute, monkeypatch):
     truth = evaluate(loss.reference, double(tensors))
     errors = []
     for accumulate_dtype, roundings in ((None, 10**6), (torch.float32, 10**6), (None, 16)):
-        monkeypatch.setattr(_chunking, "ROUNDINGS", roundings)
+        monkeypatch.setattr(_linear_loss, "ROUNDINGS", roundings)
         got = evaluate(loss.op, tensors, recompute=recompute, accumulate_dtype=accumulate_dtype, workspace_mb=4 * TINY)
         assert got["d_weight"].dtype == torch.bfloat16
         errors.append((got["d_weight"].double() - truth["d_weight"]).norm())

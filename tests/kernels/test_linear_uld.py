@@ -6,8 +6,7 @@ import torch
 from kernel_checks import LEAVES, check, evaluate, random_inputs
 
 from liger_trainer.kernels import linear_uld as module
-from liger_trainer.kernels._head import Lora
-from liger_trainer.kernels._labelled_rows import RowSelection
+from liger_trainer.kernels._linear_head import Lora, RowSelection
 from liger_trainer.kernels.linear_uld import linear_uld, linear_uld_reference, uld_reference
 
 TINY = 1e-6  # MiB: a chunk for every row

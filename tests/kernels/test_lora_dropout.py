@@ -12,7 +12,7 @@ from lora_checks import SCALES, leaves_of, named, projection
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import _dropout, _gated, _projections
+from liger_trainer.kernels import _dropout, _gated, _low_rank
 from liger_trainer.kernels._dropout import LEVELS, add_gradients, draw_seed, kept, philox, runs_of, values_of_kept
 from liger_trainer.kernels._gated import gated_reference
 from liger_trainer.kernels._low_rank import Adapter, Numerics, Projection
@@ -35,7 +35,7 @@ def small_tiles(monkeypatch):
 @pytest.fixture
 def same_seed(monkeypatch):
     """Every op draws the same seed, so that a reference knows its masks."""
-    monkeypatch.setattr(_projections, "draw_seed", lambda x: torch.tensor([SEED], device=x.device))
+    monkeypatch.setattr(_low_rank, "draw_seed", lambda x: torch.tensor([SEED], device=x.device))
 
 
 def dropped(x: Tensor, p: float, stream: int) -> Tensor:
@@ -324,7 +324,7 @@ def test_rates_that_are_refused(p):
 @pytest.mark.parametrize("rows, columns", [(2048, 1024), (1000, 3072), (77, 1000)], ids=str)
 def test_sizes_on_gpu(monkeypatch, same_seed, adapters, rows, columns):
     monkeypatch.undo()
-    monkeypatch.setattr(_projections, "draw_seed", lambda x: torch.tensor([SEED], device=x.device))
+    monkeypatch.setattr(_low_rank, "draw_seed", lambda x: torch.tensor([SEED], device=x.device))
     tensors = inputs(
         rows, columns, like={"dtype": torch.bfloat16, "device": "cuda"}, ranks=(16, 16, 8), adapters=adapters
     )

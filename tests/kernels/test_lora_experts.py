@@ -9,7 +9,8 @@ from expert_checks import experts, inputs, leaves_of
 from kernel_checks import PATHS, TRITON_DEVICE, assert_within_plain_error, under_autocast
 from quick_cases import slow_but
 
-from liger_trainer.kernels import _gated, _grouped, _packed_gate
+from liger_trainer.kernels import _gated, _packed_gate
+from liger_trainer.kernels import lora_experts as op_file
 from liger_trainer.kernels._packed_gate import Gate
 from liger_trainer.kernels.lora_experts import StackedProjection, lora_experts, lora_experts_reference
 
@@ -20,15 +21,15 @@ on_triton = pytest.mark.skipif("triton" not in PATHS, reason="the plain form sav
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(_grouped, "ROWS", 16)
-    monkeypatch.setattr(_grouped, "COLUMNS", 16)
-    monkeypatch.setattr(_grouped, "COMBINED", 4)
+    monkeypatch.setattr(op_file, "ROWS", 16)
+    monkeypatch.setattr(op_file, "COLUMNS", 16)
+    monkeypatch.setattr(op_file, "COMBINED", 4)
     monkeypatch.setattr(_packed_gate, "BLOCK", 8)
 
 
 @pytest.fixture
 def kernels(monkeypatch):
-    for module in (_gated, _grouped):
+    for module in (_gated, op_file):
         monkeypatch.setattr(module, "use_triton", lambda x: True)
 
 

@@ -11,11 +11,10 @@ from kernel_checks import evaluate, random_inputs, random_pair, set_path
 
 from liger_trainer.kernels import (
     _autograd,
-    _chunking,
     _cross_entropy_rows,
-    _divergence_rows,
-    _fused_linear,
-    _labelled_rows,
+    _divergence_kernels,
+    _linear_head,
+    _linear_loss,
     _sparse_rows,
     _triton,
 )
@@ -84,10 +83,10 @@ def test_rows_that_fit_no_block():
 def short_memory(monkeypatch):
     """Let a workspace of more than so many rows be too large for the GPU."""
     set_path(monkeypatch, "torch")
-    monkeypatch.setattr(_chunking, "_was_short", [])
+    monkeypatch.setattr(_linear_loss, "_was_short", [])
 
     def limit(rows: int) -> None:
-        for module in (_fused_linear, cross_entropy_module):
+        for module in (_linear_loss, cross_entropy_module):
             monkeypatch.setattr(module, "workspace", _limited(module.workspace, rows))
 
     return limit
@@ -181,8 +180,8 @@ def broken(monkeypatch) -> dict[str, BrokenKernel]:
     kernels = {}
     places = [
         (_cross_entropy_rows, "_whole_rows_kernel"), (_cross_entropy_rows, "_tile_statistics_kernel"),
-        (_cross_entropy_rows, "_tile_gradient_kernel"), (_divergence_rows, "divergence_kernel"),
-        (_sparse_rows, "_sparse_kernel"), (_labelled_rows, "_find_kernel"), (_autograd, "_rescale_kernel"),
+        (_cross_entropy_rows, "_tile_gradient_kernel"), (_divergence_kernels, "divergence_kernel"),
+        (_sparse_rows, "_sparse_kernel"), (_linear_head, "_find_kernel"), (_autograd, "_rescale_kernel"),
     ]  # fmt: skip
     for module, name in places:
         kernels[name] = BrokenKernel(name, [])
@@ -191,10 +190,10 @@ def broken(monkeypatch) -> dict[str, BrokenKernel]:
     monkeypatch.setattr(_triton, "_name_of", lambda device: "a GPU")
     monkeypatch.setattr(_triton, "_not_compiled", set())
     monkeypatch.setattr(_triton, "INTERPRETED", False)
-    for cached in (_triton.kept_launch, _labelled_rows._launch, _autograd._rescale_launch):
+    for cached in (_triton.kept_launch, _linear_head._launch, _autograd._rescale_launch):
         cached.cache_clear()  # launches of kernels that compile
     yield kernels
-    for cached in (_triton.kept_launch, _labelled_rows._launch, _autograd._rescale_launch):
+    for cached in (_triton.kept_launch, _linear_head._launch, _autograd._rescale_launch):
         cached.cache_clear()
 
 

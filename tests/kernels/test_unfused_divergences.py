@@ -18,7 +18,7 @@ from given_checks import (
     some_labels,
 )
 
-from liger_trainer.kernels import _unfused_divergence, _unfused_divergence_kernels
+from liger_trainer.kernels import _unfused_divergence
 from liger_trainer.kernels.jsd import jsd
 from liger_trainer.kernels.kl_div import kl_div
 from liger_trainer.kernels.linear_divergence import divergence_reference
@@ -238,7 +238,7 @@ def test_launch_configurations_as_shipped(fp32, form, monkeypatch):
 def test_gradients_are_written_in_the_forward_where_that_is_cheaper():
     def early(vocab, dtype=torch.float32, **options):
         x = torch.empty(2, vocab, dtype=dtype)
-        return _unfused_divergence._early(x, x, _unfused_divergence_kernels.Call("jsd", **options))
+        return _unfused_divergence._early(x, x, _unfused_divergence.Call("jsd", **options))
 
     entries: dict[str, Any] = {"from_logits": False}
     logits: dict[str, Any] = {"from_logits": True}

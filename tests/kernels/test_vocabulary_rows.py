@@ -9,11 +9,12 @@ from quick_cases import slow_but
 
 from liger_trainer.kernels import _divergence_shards, _triton
 from liger_trainer.kernels._cross_entropy_rows import FIELDS as CE_FIELDS
-from liger_trainer.kernels._cross_entropy_rows import CrossEntropyOptions, Targets, Tile, shard_rows, whole_rows
-from liger_trainer.kernels._divergence_options import FIELDS, TERMS, DivergenceOptions, RowInputs
-from liger_trainer.kernels._divergence_rows import divergence_rows
+from liger_trainer.kernels._cross_entropy_rows import CrossEntropyOptions, Targets, Tile, whole_rows
+from liger_trainer.kernels._divergence_kernels import divergence_rows
 from liger_trainer.kernels._divergence_shards import divergence_shard
+from liger_trainer.kernels._divergence_torch import FIELDS, TERMS, DivergenceOptions, RowInputs
 from liger_trainer.kernels._logits import LogitTransform
+from liger_trainer.kernels._vocab_parallel import shard_rows
 from liger_trainer.kernels.divergence_kinds import ROW_KINDS
 
 N, V = 6, 2600  # wider than a program's block
@@ -100,7 +101,7 @@ def options_of(name):
 NAMES = [*ROW_KINDS, "mixed at a temperature", "mixed with a share"]
 
 
-@pytest.mark.parametrize("name", slow_but(NAMES, "forward_kl", "adaptive_kl", *NAMES[-2:]))
+@pytest.mark.parametrize("name", slow_but(NAMES, "forward_kl", "tvd", *NAMES[-2:]))
 def test_divergences(name, path):
     o, (student, teacher, labels) = options_of(name), logits(NAMES.index(name))
     biases = (torch.randn(V), torch.randn(V)) if "temperature" in name else (None, None)
@@ -170,7 +171,7 @@ def test_cross_entropy(plain, path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["forward_kl", "adaptive_kl", "mixed at a temperature", "mixed with a share"])
+@pytest.mark.parametrize("name", ["forward_kl", "skew_kl", "mixed at a temperature", "mixed with a share"])
 def test_divergences_on_a_gpu(name, dtype):
     """Within twice the error of the whole row's kernel."""
     o, (student, teacher, labels) = options_of(name), (x.cuda() for x in logits(NAMES.index(name)))

@@ -29,7 +29,7 @@ from liger_trainer.losses.hidden_states import HiddenLosses, _recorded
 from liger_trainer.losses.model_parts import decoder_layers
 from liger_trainer.losses.plan import LossTerm
 from liger_trainer.teachers.cached import CachedTeacher
-from liger_trainer.trainers.loss_schedule import LossProgress
+from liger_trainer.trainers.loss_schedule import LossState
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 PAIRS = {"hidden_mse": [(0, 2), (1, 0)], "hidden_cosine": [(1, 2)]}
@@ -265,20 +265,20 @@ def test_what_is_refused(monkeypatch):
         trainer.train()
     monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
     with pytest.raises(ConfigError, match="not with FSDP1 or models split over devices. Use DDP, FSDP2 or Deep"):
-        LossProgress(trainer, trainer.args.loss_plan())
+        LossState(trainer, trainer.args.loss_plan())
     monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", True)
     with pytest.raises(ConfigError, match="beside a student that FSDP shards: .* name it in optim; one was given"):
-        LossProgress(trainer, trainer.args.loss_plan())
+        LossState(trainer, trainer.args.loss_plan())
     trainer.optimizer, trainer.args.optim = None, "adafactor"
     with pytest.raises(ConfigError, match="one of torch's optimizers, such as adamw_torch; got optim=adafactor"):
-        LossProgress(trainer, trainer.args.loss_plan())
+        LossState(trainer, trainer.args.loss_plan())
     trainer.args.fp16 = True
     with pytest.raises(ConfigError, match="fp16 scales the gradients of both"):
-        LossProgress(trainer, trainer.args.loss_plan())
+        LossState(trainer, trainer.args.loss_plan())
     monkeypatch.setattr(trainer, "is_fsdp_enabled", False)
     monkeypatch.setattr(trainer, "teaching", CachedTeacher.__new__(CachedTeacher))
     with pytest.raises(ConfigError, match="need one teacher whose model is in this process, got 0"):
-        LossProgress(trainer, trainer.args.loss_plan())
+        LossState(trainer, trainer.args.loss_plan())
 
 
 def with_callback(teacher_model, losses, **options):

@@ -51,14 +51,6 @@ def of_kind(kind, s, t, temperature, beta, alpha):
         return (kl(p, q) + kl(q, p)) / 2
     if kind == "tvd":
         return (p.exp() - q.exp()).abs().sum(-1) / 2
-    if kind == "adaptive_kl":
-        weights = []
-        for probabilities, gap in zip(p.exp(), (p.exp() - q.exp()).abs().detach(), strict=True):
-            order = probabilities.argsort(descending=True)
-            head = order[: max(1, int((probabilities[order].cumsum(0) <= 0.5).sum()))]
-            weights.append(gap[head].sum() / gap.sum())
-        share = torch.stack(weights)
-        return share * kl(p, q) + (1 - share) * kl(q, p)
     return divergence_by_hand(s, t, kind, temperature, beta)
 
 

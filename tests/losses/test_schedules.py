@@ -11,8 +11,7 @@ from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistill
 from liger_trainer.errors import ConfigError
 from liger_trainer.losses.plan import plan_of
 from liger_trainer.losses.schedules import Schedule, Taid
-from liger_trainer.losses.taid import TaidShare
-from liger_trainer.trainers.loss_schedule import LossProgress
+from liger_trainer.trainers.loss_schedule import LossState, TaidShare
 
 MIX = [{"type": "jsd", "weight": 0.5, "beta": 0.4}, {"type": "skew_kl"}, {"type": "ce", "weight": 0.25}]
 
@@ -101,7 +100,7 @@ def test_lmbda_is_set_for_the_step_whose_batches_are_made_next():
     args = SimpleNamespace(torch_compile=False, max_grad_norm=0.0)
     set_to = []
     trainer = SimpleNamespace(args=args, distil=lambda **changes: set_to.append(changes))
-    progress = LossProgress(trainer, plan_of({"lmbda": 0.0, "schedules": {"lmbda": {"to": 1.0}}}))  # pyright: ignore
+    progress = LossState(trainer, plan_of({"lmbda": 0.0, "schedules": {"lmbda": {"to": 1.0}}}))  # pyright: ignore
     state = SimpleNamespace(global_step=0, max_steps=4)
     progress.on_train_begin(args, state, None)
     seen = [trainer.lmbda]

@@ -19,12 +19,12 @@ from transformers import PreTrainedTokenizerFast
 
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError, DataError
+from liger_trainer.extras.cross_tokenizer.teacher import CrossTokenizerTeacher
+from liger_trainer.extras.cross_tokenizer.text_alignment import TextRun, aligned, partners, runs
 from liger_trainer.kernels.linear_uld import uld_reference
 from liger_trainer.losses.model_parts import decoder_layers
 from liger_trainer.run import samples as evaluation
-from liger_trainer.teachers.cross_tokenizer import CrossTokenizerTeacher
 from liger_trainer.teachers.row_keys import row_key
-from liger_trainer.teachers.text_alignment import TextRun, aligned, partners, runs
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 

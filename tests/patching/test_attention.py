@@ -24,9 +24,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from liger_trainer.patching import attention, deferred_norm, rotary
-from liger_trainer.patching.deferred_norm import DeferredNorm
-from liger_trainer.patching.norms import prove_norm
+from liger_trainer.patching.layers import attention, deferred_norm, rotary
+from liger_trainer.patching.layers.deferred_norm import DeferredNorm
+from liger_trainer.patching.layers.norms import prove_norm
 from liger_trainer.patching.patcher import patch
 from liger_trainer.patching.rebind_globals import always_reads_after, globals_read, rebound
 

@@ -15,11 +15,12 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import patch
 from liger_trainer.errors import ConfigError
-from liger_trainer.patching import cuda_graphs, graph_recorder
-from liger_trainer.patching.call_structure import NotCapturable, fill, flatten
-from liger_trainer.patching.cuda_graphs import GraphedLayers
+from liger_trainer.patching.graphs import cuda_graphs
+from liger_trainer.patching.graphs import layer_graphs as graph_recorder
+from liger_trainer.patching.graphs.cuda_graphs import GraphedLayers
+from liger_trainer.patching.graphs.layer_graphs import NotCapturable, fill, flatten
 from liger_trainer.patching.patcher import base_of, patched_record
-from liger_trainer.trainers.fixed_shapes import FixedShapes
+from liger_trainer.trainers.step_graphs import FixedShapes
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from liger_trainer.common.replacements import Replacements
-from liger_trainer.patching.gated_norms import KIND, patch_gated_norms
-from liger_trainer.patching.norms import patch_norms
+from liger_trainer.patching.layers.gated_norms import KIND, patch_gated_norms
+from liger_trainer.patching.layers.norms import patch_norms
 from liger_trainer.patching.options import PatchOptions, PatchReport
 
 H = 24

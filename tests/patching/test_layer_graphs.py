@@ -8,7 +8,7 @@ import torch
 from recorders import RunsAgain
 from transformers import LlamaConfig
 
-from liger_trainer.patching.cuda_graphs import GraphedLayers
+from liger_trainer.patching.graphs.cuda_graphs import GraphedLayers
 
 
 @pytest.fixture(autouse=True)

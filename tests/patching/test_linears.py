@@ -9,7 +9,7 @@ from tiny import masked_batch, tiny_model
 from torch.testing import assert_close
 
 from liger_trainer.kernels import linears as op
-from liger_trainer.patching import linears as patching
+from liger_trainer.patching.layers import linears as patching
 from liger_trainer.patching.patcher import patch
 
 

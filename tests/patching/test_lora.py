@@ -15,9 +15,9 @@ from quick_cases import by_turns
 from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_model
 from torch import nn
 
-from liger_trainer.kernels import _projections
+from liger_trainer.kernels import _low_rank
 from liger_trainer.kernels._dropout import LEVELS, kept
-from liger_trainer.patching import lora as patch_lora
+from liger_trainer.patching.layers import lora as patch_lora
 from liger_trainer.patching.patcher import patch
 
 LORA_ONLY = {"rope": False, "rms_norm": False, "fused_linear_cross_entropy": False}
@@ -203,13 +203,13 @@ REASONS = {
 def seeds(monkeypatch) -> list[torch.Tensor]:
     """The seeds that ops draw, in order."""
     drawn: list[torch.Tensor] = []
-    draw = _projections.draw_seed
+    draw = _low_rank.draw_seed
 
     def drawing(x: torch.Tensor) -> torch.Tensor:
         drawn.append(draw(x))
         return drawn[-1]
 
-    monkeypatch.setattr(_projections, "draw_seed", drawing)
+    monkeypatch.setattr(_low_rank, "draw_seed", drawing)
     return drawn
 
 

@@ -32,8 +32,8 @@ from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 from transformers.models.siglip.modeling_siglip import SiglipMLP
 
 from liger_trainer.common.replacements import Replacements
-from liger_trainer.patching.experts import patch_experts
-from liger_trainer.patching.mlps import patch_mlps
+from liger_trainer.patching.layers.experts import patch_experts
+from liger_trainer.patching.layers.mlps import patch_mlps
 from liger_trainer.patching.options import PatchOptions, PatchReport
 from liger_trainer.patching.patcher import patch
 

@@ -22,8 +22,9 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from liger_trainer.common.replacements import Replacements
-from liger_trainer.patching import norms, structure
-from liger_trainer.patching.norms import patch_norms, prove_norm
+from liger_trainer.patching import structure
+from liger_trainer.patching.layers import norms
+from liger_trainer.patching.layers.norms import patch_norms, prove_norm
 from liger_trainer.patching.options import PatchOptions, PatchReport
 
 H = 40

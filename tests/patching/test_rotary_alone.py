@@ -10,10 +10,9 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4
 from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.nanochat import modeling_nanochat
 
-from liger_trainer.patching import rotary
+from liger_trainer.patching.layers import rotary
+from liger_trainer.patching.layers.rotary import is_alone, prove_alone, prove_rotary, replacement_alone
 from liger_trainer.patching.patcher import patch
-from liger_trainer.patching.rotary import prove_rotary
-from liger_trainer.patching.rotary_alone import is_alone, prove_alone, replacement_alone
 
 ROPE = {**dict.fromkeys(
     ("rms_norm", "layer_norm", "swiglu", "geglu", "relu2", "gelu", "linear", "lora", "fused_linear_cross_entropy"),

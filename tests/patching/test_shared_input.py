@@ -10,9 +10,9 @@ from peft import LoraConfig, get_peft_model
 from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_model
 from torch import nn
 
-from liger_trainer.patching import lora as patch_lora
+from liger_trainer.patching.layers import lora as patch_lora
+from liger_trainer.patching.layers.linears import SharedInput, layers_of_one_input
 from liger_trainer.patching.patcher import patch
-from liger_trainer.patching.shared_input import SharedInput, layers_of_one_input
 
 
 class Layers(nn.Module):

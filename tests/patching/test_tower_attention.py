@@ -15,9 +15,11 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from liger_trainer import PatchOptions
 from liger_trainer.common.replacements import Replacements
-from liger_trainer.patching import flash, tower_attention
+from liger_trainer.patching import vision as tower_attention
 from liger_trainer.patching.options import PatchReport
-from liger_trainer.patching.tower_attention import KIND, patch_tower_attention
+from liger_trainer.patching.packing import flash
+from liger_trainer.patching.vision import _TOWER as KIND
+from liger_trainer.patching.vision import patch_tower_attention
 
 SIZES = {"hidden_size": 32, "depth": 4, "num_heads": 2, "intermediate_size": 48, "patch_size": 4, "in_channels": 3}
 TOWERS = {

@@ -29,8 +29,8 @@ from trl import (
 )
 
 import liger_trainer
-from liger_trainer.patching import trl_log_probs
-from liger_trainer.patching.trl_log_probs import FusedLogProbs
+from liger_trainer.patching import trl_losses as trl_log_probs
+from liger_trainer.patching.trl_losses import FusedLogProbs
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -28,7 +28,7 @@ import liger_trainer
 from liger_trainer import MaterializedLogitsWarning
 from liger_trainer.losses import scored_logits as scored_logits_file
 from liger_trainer.losses.scored_logits import ScoredLogits, scored_logits
-from liger_trainer.patching import trl_stored_logits
+from liger_trainer.patching import trl_losses as trl_stored_logits
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 

@@ -4,7 +4,7 @@ import pytest
 from tiny import tiny_model
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
-from liger_trainer.patching.ulysses import obstacle_to_slices
+from liger_trainer.patching.packing.ulysses import obstacle_to_slices
 
 
 @pytest.mark.parametrize("model, words", [

@@ -18,12 +18,13 @@ import liger_trainer
 from liger_trainer import PatchOptions, patch
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.errors import ConfigError
-from liger_trainer.patching import placeholders, rotary
-from liger_trainer.patching.call_structure import NotCapturable
-from liger_trainer.patching.cuda_graphs import GraphedLayers
+from liger_trainer.patching import vision as placeholders
+from liger_trainer.patching.graphs.cuda_graphs import GraphedLayers
+from liger_trainer.patching.graphs.layer_graphs import NotCapturable
+from liger_trainer.patching.layers import rotary
 from liger_trainer.patching.options import PatchReport
-from liger_trainer.patching.patch_embedding import embed_patches, patch_patch_embedding
 from liger_trainer.patching.patcher import patched_record
+from liger_trainer.patching.vision import embed_patches, patch_patch_embedding
 
 QUICK = ("qwen3_vl", "gemma3")
 families = pytest.mark.parametrize(

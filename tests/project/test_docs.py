@@ -27,15 +27,15 @@ from transformers import AutoModelForCausalLM
 from liger_trainer.cli import app as cli
 from liger_trainer.cli.convert import ForeignTool
 from liger_trainer.config.catalogue import built_in_configs
-from liger_trainer.config.convert import convert
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.config.yaml_reader import read_settings
+from liger_trainer.extras.convert import convert
 from liger_trainer.run import launch as launching
 from liger_trainer.run import output_dir as saving
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import open_model
 from liger_trainer.teachers.row_keys import documents
-from liger_trainer.trainers.prepare_rows import prepare_rows
+from liger_trainer.trainers.row_preparation import prepare_rows
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -199,7 +199,6 @@ COMMANDS = {
     "liger-trainer run my.yaml output_dir=first": Played(my_yaml(), "my.yaml"),
     "liger-trainer run my.yaml max_steps=20": Played(my_yaml(), "my.yaml"),
     "liger-trainer run smollm2/distill_cached": demo("smollm2/distill_cached", before=captured),
-    "liger-trainer run smollm2/distill_layerdrop": demo("smollm2/distill_layerdrop"),
     "liger-trainer run smollm2/distill_pruned": demo("smollm2/distill_pruned"),
     "liger-trainer schema": Played(),
     "liger-trainer selfcheck": Played(extra=("--dtype", "float32")),
@@ -355,12 +354,19 @@ def test_python_compiles_and_its_imports_from_here_are_there(page):
                     exec(compile(ast.unparse(node), str(page), "exec"), {})
 
 
+def table_of(tool: str) -> list[tuple[str, str]]:
+    """The rows of the table about a tool's file in docs/migrating.md: the YAML of its left and right cells."""
+    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    sections = {re.sub(r"\W", "", part.partition("\n")[0]).lower(): part for part in text.split("\n## ")}
+    rows = re.findall(r"^\| (.*) \|$", sections[tool].partition("|---|---|\n")[2], re.M)
+    cells = [[re.findall(r"`([^`]*)`", cell) for cell in row.split(" | ")] for row in rows]
+    return [("\n".join(left), "\n".join(right)) for left, right in cells]
+
+
 @pytest.mark.parametrize("tool", ForeignTool)
 def test_a_file_of_another_tool_becomes_what_is_shown(tool):
-    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
-    command = f"liger-trainer convert theirs.yaml --from {tool} -o my.yaml"
-    theirs, ours = re.findall(rf"```yaml\n([^`]*)```\n\n```bash\n{command}\n```\n\n```yaml\n([^`]*)```", text)[0]
-    table = importlib.import_module(f"liger_trainer.config.convert.{tool}").TOOL
+    theirs, ours = ("".join(f"{line}\n" for line in column if line) for column in zip(*table_of(tool), strict=True))
+    table = importlib.import_module(f"liger_trainer.extras.convert.{tool}").TOOL
     assert convert(theirs, "theirs.yaml", table).settings == read_settings_of(ours)
 
 

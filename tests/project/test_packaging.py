@@ -245,7 +245,7 @@ def test_console_script_exists(installed):
 
 def test_kernels_and_modules_need_torch_alone():
     """Where Triton is, too. It is blocked first: what torch has imported of it stays."""
-    layers = [f"liger_trainer.modules.{name}" for name in ("layers", "losses", "rope")]
+    layers = [f"liger_trainer.extras.modules.{name}" for name in ("layers", "losses", "rope")]
     blocked = [(*HUGGING_FACE, "triton"), HUGGING_FACE]
     python(IMPORT_WITHOUT, json.dumps(blocked), json.dumps([*modules("kernels"), *layers]))
 

@@ -18,9 +18,8 @@ from liger_trainer.run.reports.curves import (
     reading,
 )
 from liger_trainer.run.reports.drawing import _running_mean, draw
-from liger_trainer.run.reports.format import duration
 from liger_trainer.run.reports.read_run import read_run
-from liger_trainer.run.reports.tables import before_and_after
+from liger_trainer.run.reports.tables import before_and_after, duration
 
 STRIP = (
     r'<g><rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"/><path d="M([\d.]+) [\d.V]+"/>'

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from liger_trainer.common.checkpoints import checkpoints_in, damage
-from liger_trainer.common.files import sha256
-from liger_trainer.common.storage import writing_to
+from liger_trainer.common.files import sha256, writing_to
 from liger_trainer.errors import StorageError
 from liger_trainer.trainers.capture import capture
 

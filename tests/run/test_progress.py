@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from liger_trainer.run import samples
 from liger_trainer.run.ending import next_commands
 from liger_trainer.run.progress import RunProgress
-from liger_trainer.run.reports.verdict import verdict
+from liger_trainer.run.reports.html import verdict
 
 STEPS = 6
 

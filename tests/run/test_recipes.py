@@ -32,7 +32,7 @@ from liger_trainer.run.reports.html import _notes_on
 from liger_trainer.run.reports.read_run import read_run
 from liger_trainer.run.reports.tables import training_facts
 from liger_trainer.run.samples import held_out_prompts, measure
-from liger_trainer.trainers.finite_weights import is_finite
+from liger_trainer.trainers.finite_report import is_finite
 from liger_trainer.trainers.sft_trainer import LigerTrainer
 
 SETTINGS = settings(num_sample_completions=2, max_new_tokens=4)

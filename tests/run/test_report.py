@@ -21,15 +21,26 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import liger_trainer
 from liger_trainer.cli import main
-from liger_trainer.run import callbacks
 from liger_trainer.run import output_dir as saving
-from liger_trainer.run.callbacks import Pace, gpu_utilization
+from liger_trainer.run import progress as callbacks
+from liger_trainer.run.progress import Pace, gpu_utilization
 from liger_trainer.run.reports import drawing
 from liger_trainer.run.reports import html as html_report
 from liger_trainer.run.reports.curves import CHARTS, SERIES, charts_of, lines_of, points
-from liger_trainer.run.reports.format import change, duration, figure, memory, parameters
 from liger_trainer.run.reports.read_run import names, read_run
-from liger_trainer.run.reports.tables import before_and_after, data_facts, differences, facts, settings, side_by_side
+from liger_trainer.run.reports.tables import (
+    before_and_after,
+    change,
+    data_facts,
+    differences,
+    duration,
+    facts,
+    figure,
+    memory,
+    parameters,
+    settings,
+    side_by_side,
+)
 
 SECTIONS = ["metrics", "curves", "samples", "data", "configuration", "layers", "cost", "environment"]
 VOID = {"meta", "link", "br", "use", "img", "input"}

@@ -10,7 +10,7 @@ from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.cli import main
 from liger_trainer.teachers.row_keys import documents
 from liger_trainer.trainers.capture import capture
-from liger_trainer.trainers.prepare_rows import prepare_rows
+from liger_trainer.trainers.row_preparation import prepare_rows
 
 
 def teacher_model():

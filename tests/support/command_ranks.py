@@ -7,7 +7,8 @@ import signal
 import sys
 
 from liger_trainer.cli import main
-from liger_trainer.run import output_dir, stopping
+from liger_trainer.run import output_dir
+from liger_trainer.run import train_loop as stopping
 
 
 def send_in_step_2(number: int) -> None:

@@ -36,15 +36,16 @@ from liger_trainer.kernels import _triton
 
 _triton.use_triton = lambda x: True  # before the ops import it
 
-from liger_trainer.kernels import _labelled_rows  # noqa: E402
+from liger_trainer.kernels import _linear_head  # noqa: E402
 from liger_trainer.kernels._cross_entropy_rows import FIELDS as CE_FIELDS  # noqa: E402
-from liger_trainer.kernels._cross_entropy_rows import CrossEntropyOptions, Targets, Tile, shard_rows  # noqa: E402
-from liger_trainer.kernels._divergence_options import FIELDS, DivergenceOptions, RowInputs  # noqa: E402
+from liger_trainer.kernels._cross_entropy_rows import CrossEntropyOptions, Targets, Tile  # noqa: E402
 from liger_trainer.kernels._divergence_shards import divergence_shard  # noqa: E402
+from liger_trainer.kernels._divergence_torch import FIELDS, DivergenceOptions, RowInputs  # noqa: E402
 from liger_trainer.kernels._dropout import add_gradients, runs_of, values_of_kept  # noqa: E402
 from liger_trainer.kernels._logits import LogitTransform  # noqa: E402
 from liger_trainer.kernels._low_rank import split  # noqa: E402
 from liger_trainer.kernels._packed_gate import Gate  # noqa: E402
+from liger_trainer.kernels._vocab_parallel import shard_rows  # noqa: E402
 from liger_trainer.kernels.activation_linear import activation_linear  # noqa: E402
 from liger_trainer.kernels.adamw import adamw_  # noqa: E402
 from liger_trainer.kernels.add_rms_norm import add_rms_norm  # noqa: E402
@@ -71,7 +72,7 @@ from liger_trainer.kernels.rope import rope  # noqa: E402
 from liger_trainer.kernels.swiglu import swiglu  # noqa: E402
 from liger_trainer.kernels.tvd import tvd  # noqa: E402
 
-_labelled_rows.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
+_linear_head.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
 
 DTYPES = ("bfloat16", "float32", "float16")
 ALL, SHORT = "--all" in sys.argv[1:], "--short" in sys.argv[1:]
@@ -356,7 +357,7 @@ def heads(dtype: torch.dtype) -> None:
     hidden, weight, bias = leaf(N, 16, dtype=dtype), leaf(V, 16, dtype=dtype), leaf(V, dtype=dtype)
     labels = torch.randint(V, (N,)).index_fill(0, torch.tensor([0]), -100)
     for num_items in (None, torch.tensor(3.0)):
-        _labelled_rows._find_triton(labels, num_items, -100)
+        _linear_head._find_triton(labels, num_items, -100)
     _triton._probe_kernel[(1,)](torch.zeros(16), BLOCK=16)
     head = partial(step, loss_of(linear_cross_entropy), hidden, weight, labels)
     teacher = leaf(N, 24, dtype=dtype), leaf(V, 24, dtype=dtype)
@@ -380,9 +381,9 @@ def heads(dtype: torch.dtype) -> None:
     log_probs(bias=bias, softcap=5.0, mean_logits=True)
     divergence(kind="reverse_kl", labels=labels, ce_weight=0.5)
     divergence(kind="jsd", logits_dtype=torch.float32)
-    for kind in ("skew_kl", "skew_reverse_kl", "tvd", "adaptive_kl"):
+    for kind in ("skew_kl", "skew_reverse_kl", "tvd"):
         divergence(kind=kind)
-    divergence(kind={"tvd": 0.0, "adaptive_kl": 0.0, "reverse_kl": 1.0}, teacher_share=0.5)
+    divergence(kind={"tvd": 0.0, "reverse_kl": 1.0}, teacher_share=0.5)
     divergence(reduction="none", **recompute)
     mix = dict.fromkeys(KINDS, 0.3)
     every |= dict(kind=mix, teacher_share=0.5, labels=labels, ce_weight=0.5, teacher_softcap=3.0, teacher_bias=bias)
@@ -392,7 +393,7 @@ def heads(dtype: torch.dtype) -> None:
     sparse(bias=bias, labels=labels, ce_weight=0.5, **options)
     for kind in ("reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd"):
         sparse(kind=kind)
-    every_kind = {kind: 0.3 for kind in KINDS if kind != "adaptive_kl"}
+    every_kind = dict.fromkeys(KINDS, 0.3)
     sparse(kind=every_kind, bias=bias, labels=labels, ce_weight=0.5, top_ids=labels, **options)
     with torch.no_grad():
         linear_cross_entropy(hidden, weight, labels)
@@ -428,7 +429,7 @@ def shards(dtype: torch.dtype) -> None:
     out, bias, numbers = torch.zeros(len(FIELDS), N), torch.randn(V, dtype=dtype), torch.rand(N)
     mix = dict.fromkeys(ROW_KINDS, 0.3)
     every = DivergenceOptions(mix, 0.3, 0.2, 0.5, 0.5, 2.0, 0.1, 0.1, True, LogitTransform(1.5, 5.0))
-    for options in (DivergenceOptions({"forward_kl": 1.0}), DivergenceOptions({"adaptive_kl": 1.0}), every):
+    for options in (DivergenceOptions({"forward_kl": 1.0}), DivergenceOptions({"skew_kl": 1.0}), every):
         biases = (bias, bias) if options is every else (None, None)
         rows = RowInputs(student, teacher, *biases, labels, numbers if options is every else None)
         divergence_shard(rows, 32, 2 * V, out, student, options, OneRank())

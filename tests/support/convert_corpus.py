@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from liger_trainer.config.convert import Tool, convert
 from liger_trainer.config.run_config import check_text
 from liger_trainer.config.yaml_reader import parse_yaml
 from liger_trainer.errors import ConfigError
+from liger_trainer.extras.convert import Tool, convert
 
 OTHERS = ("another", 7, 0.25, True, False, None, ["another"])
 COLUMNS = ("files", "convert and validate", "refused", "need a hand", "keys", "converted", "reported", "unsaid")
@@ -70,7 +70,7 @@ def count(file: Path, tool: Tool) -> tuple[Counter, list[str]]:
 
 
 if __name__ == "__main__":
-    table, total = importlib.import_module(f"liger_trainer.config.convert.{sys.argv[1]}").TOOL, Counter()
+    table, total = importlib.import_module(f"liger_trainer.extras.convert.{sys.argv[1]}").TOOL, Counter()
     for path in sorted(path for path in Path(sys.argv[2]).rglob("*.y*ml")):
         counts, unsaid = count(path, table)
         total.update(counts)

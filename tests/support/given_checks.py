@@ -8,7 +8,7 @@ import torch
 from elementwise_checks import check_op
 from torch import Tensor
 
-from liger_trainer.kernels import _unfused_divergence, _unfused_divergence_kernels
+from liger_trainer.kernels import _unfused_divergence
 from liger_trainer.kernels.jsd import jsd, jsd_reference
 from liger_trainer.kernels.kl_div import kl_div, kl_div_reference
 from liger_trainer.kernels.tvd import tvd, tvd_reference
@@ -74,7 +74,7 @@ def check_form(form: Form, tensors, leaves=BOTH, **options) -> dict[str, Tensor]
 def short_blocks(monkeypatch) -> None:
     """Rows of 37 entries take three blocks."""
     for name in ("GIVEN_BLOCK", "LOGITS_BLOCK"):
-        monkeypatch.setattr(_unfused_divergence_kernels, name, 16)
+        monkeypatch.setattr(_unfused_divergence, name, 16)
 
 
 def in_backward(monkeypatch, late: bool) -> None:

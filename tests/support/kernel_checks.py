@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_trainer.kernels import _cross_entropy_rows, _divergence_rows, linear_cross_entropy, linear_divergence
+from liger_trainer.kernels import (
+    _cross_entropy_rows,
+    _divergence_kernels,
+    linear_cross_entropy,
+    linear_divergence,
+)
 from liger_trainer.kernels._triton import INSTALLED, INTERPRETED
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -41,8 +46,8 @@ def set_path(monkeypatch, path: str, block: int = 16) -> str:
         monkeypatch.setattr(module, "use_triton", lambda x: path == "triton")
     for name in ("BLOCK", "TILE_BLOCK"):
         monkeypatch.setattr(_cross_entropy_rows, name, block)
-    monkeypatch.setattr(_divergence_rows, "LANES", max(2, block // 2))
-    monkeypatch.setattr(_divergence_rows, "VECTOR_BYTES", 8)
+    monkeypatch.setattr(_divergence_kernels, "LANES", max(2, block // 2))
+    monkeypatch.setattr(_divergence_kernels, "VECTOR_BYTES", 8)
     return TRITON_DEVICE if path == "triton" else "cpu"
 
 

@@ -22,7 +22,7 @@ from tiny import (
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.trainers.token_metrics import TokenMetrics
+from liger_trainer.trainers.metrics import TokenMetrics
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 LOSSES = [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.3}]

@@ -14,7 +14,7 @@ from splits import capture_gradients
 from tiny import VOCAB, chats, completions, largest_vocabulary_tensor, texts, tiny_model, tiny_tokenizer
 
 from liger_trainer.errors import ConfigError, CorruptError, LigerTrainerError
-from liger_trainer.patching.document_mask import padded_on_the_right
+from liger_trainer.patching.packing.document_mask import padded_on_the_right
 from liger_trainer.patching.patcher import patch, patched_record
 from liger_trainer.teachers.cache.hidden import HEAD, HiddenFormat
 from liger_trainer.teachers.cache.store import INDEX, TeacherCache, read_index
@@ -63,8 +63,8 @@ LOSSES = {
     "reverse KL": {"beta": 1.0, "kd_temperature": 3.0},
     "JSD": {"beta": 0.3, "label_smoothing_factor": 0.0},
     "mix": {"losses": EVERY, "kd_temperature": 2.0, "label_smoothing_factor": 0.1},
-    "skewed, total variation, adaptive": {
-        "losses": [{"type": "skew_kl"}, {"type": "skew_reverse_kl"}, {"type": "tvd"}, {"type": "adaptive_kl"}],
+    "skewed, total variation": {
+        "losses": [{"type": "skew_kl"}, {"type": "skew_reverse_kl"}, {"type": "tvd"}],
         "temperature": 0.7,
     },
     "TAID": {"taid": {"start": 0.4}, "losses": [{"type": "symmetric_kl"}]},

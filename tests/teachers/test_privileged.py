@@ -13,7 +13,7 @@ from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.teachers.privileged import prompted
+from liger_trainer.extras.privileged import prompted
 
 PROMPT = "w9 w8 w7 w9"
 _TURNS = (

@@ -16,7 +16,7 @@ from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError, NonFiniteError, TeacherServerError
 from liger_trainer.kernels.divergence_kinds import KINDS
 from liger_trainer.kernels.linear_divergence import divergence_reference
-from liger_trainer.teachers.completions_client import CompletionsServer, Question, ServerOptions
+from liger_trainer.teachers.connection import CompletionsServer, Question, ServerOptions
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 LOSSES = [{"type": "forward_kl", "weight": 0.8}, {"type": "ce", "weight": 0.25}]

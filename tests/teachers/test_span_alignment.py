@@ -9,8 +9,8 @@ import pytest
 from byte_level import CODE
 from tokenizers_of_kinds import bpe, unigram, word_piece
 
-from liger_trainer.teachers.span_alignment import aligned_spans, followed, special_token
-from liger_trainer.teachers.text_alignment import runs
+from liger_trainer.extras.cross_tokenizer.spans import aligned_spans, followed, special_token
+from liger_trainer.extras.cross_tokenizer.text_alignment import runs
 
 KINDS = {"bpe": bpe, "other bpe": functools.partial(bpe, CODE), "wordpiece": word_piece, "unigram": unigram}
 KEEPS_TEXT = ("bpe", "other bpe", "unigram")

@@ -20,11 +20,11 @@ from liger_trainer.losses.spec import Distillation, LossOptions
 from liger_trainer.patching.patcher import base_of, patch
 from liger_trainer.tools.estimate import estimator as estimating
 from liger_trainer.tools.estimate import simulate as memory_simulation
-from liger_trainer.tools.estimate.gpus import GPUS, gpu_named
+from liger_trainer.tools.estimate.estimator import GPUS, gpu_named
 from liger_trainer.tools.estimate.memory_tracker import BLOCK, MemoryTracker
-from liger_trainer.tools.estimate.sharding import Sharding
 from liger_trainer.tools.estimate.simulate import ModelSpec, StepSpec, simulate
 from liger_trainer.tools.estimate.stand_ins import MomentsOptimizer
+from liger_trainer.tools.estimate.step_spec import Sharding
 
 ADAMW = functools.partial(torch.optim.AdamW, fused=True)
 FOREACH = functools.partial(torch.optim.AdamW, foreach=True)

@@ -19,11 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import liger_trainer
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError, CorruptError, DataError
-from liger_trainer.tools.generate import run as generation
-from liger_trainer.tools.generate.options import GenerateOptions, read_options
-from liger_trainer.tools.generate.sieve import Sample, Sieve, grams_of
-from liger_trainer.tools.generate.teachers import ServedTeacher
-from liger_trainer.tools.generate.text_grams import NearDuplicates, repetition
+from liger_trainer.extras.generate import run as generation
+from liger_trainer.extras.generate.options import GenerateOptions, read_options
+from liger_trainer.extras.generate.sieve import NearDuplicates, Sample, Sieve, grams_of, repetition
+from liger_trainer.extras.generate.teachers import ServedTeacher
 
 SMALL = {"max_new_tokens": 24, "max_prompt_tokens": 24, "batch_size": 4, "near_duplicates": 1.0, "max_repetition": 1.0}
 
@@ -110,8 +109,8 @@ def test_the_seed_decides_the_rows(teacher, prompts, tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from liger_trainer.tools.generate import run
-from liger_trainer.tools.generate.options import GenerateOptions
+from liger_trainer.extras.generate import run
+from liger_trainer.extras.generate.options import GenerateOptions
 calls, number = 0, int(sys.argv[4])
 def mortal(function):
     def call(*args):
@@ -123,7 +122,7 @@ def mortal(function):
         if calls == number: os.kill(os.getpid(), signal.SIGKILL)
         return result
     return call
-from liger_trainer.tools.generate import store
+from liger_trainer.extras.generate import store
 store.PARTS_OF_A_SHARD = 2
 for moment in range(number, 60, 11):
     child = os.fork()

@@ -16,7 +16,7 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError
-from liger_trainer.trainers.from_trl_args import moved
+from liger_trainer.trainers.from_trl_args import from_trl
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 EOS = VOCAB - 3
@@ -82,7 +82,7 @@ def test_gkds_temperature_is_that_of_sampling_alone():
     assert cold == hot
     ours = run(LigerDistillTrainer, arguments(GKDConfig, lmbda=0.0, max_steps=1, temperature=4.0), chats())
     assert ours.losses == pytest.approx(hot, rel=1e-5)
-    meant = moved(arguments(GKDConfig, lmbda=0.0, max_steps=1, temperature=4.0), {"train_dataset": chats()})
+    meant = from_trl(arguments(GKDConfig, lmbda=0.0, max_steps=1, temperature=4.0), {"train_dataset": chats()})
     meant[0].kd_temperature = None
     assert abs(run(LigerDistillTrainer, meant[0], meant[1]["train_dataset"]).losses[0] / hot[0] - 1) > 0.05
 
@@ -192,16 +192,16 @@ def test_an_evaluation_on_prompts_alone():
 
 
 def test_what_the_arguments_become():
-    ours, _ = moved(arguments(DistillationConfig, beta=0.4, temperature=0.8, vllm_server_port=81, seed=3), {})
+    ours, _ = from_trl(arguments(DistillationConfig, beta=0.4, temperature=0.8, vllm_server_port=81, seed=3), {})
     want = {
         "beta": 0.4, "temperature": 0.8, "kd_temperature": None, "lmbda": 1.0, "max_length": None, "seed": 3,
         "scale_loss_by_temperature_squared": False, "vllm_server_port": 81, "max_completion_length": 512, "bf16": False,
         "learning_rate": 0.1, "optim": "sgd", "train_sampling_strategy": "random", "logging_steps": 1,
     }  # fmt: skip
     assert {name: getattr(ours, name) for name in want} == want
-    plain, _ = moved(DistillationConfig("out", bf16=False, use_cpu=True), {})
+    plain, _ = from_trl(DistillationConfig("out", bf16=False, use_cpu=True), {})
     assert (plain.beta, plain.learning_rate, plain.logging_steps) == (1.0, 1e-6, 10)  # TRL's defaults, not ours
-    ours, _ = moved(arguments(GKDConfig, max_new_tokens=33, seq_kd=True, packing=False, hub_token="secret"), {})
+    ours, _ = from_trl(arguments(GKDConfig, max_new_tokens=33, seq_kd=True, packing=False, hub_token="secret"), {})
     want = {
         "beta": 0.5, "temperature": 0.9, "kd_temperature": 1.0, "lmbda": 0.5, "seq_kd": True, "max_length": 1024,
         "max_completion_length": 33, "disable_dropout": True, "truncation_mode": "keep_end", "hub_token": "secret",
@@ -222,7 +222,7 @@ def test_what_the_arguments_become():
 )  # fmt: skip
 def test_arguments_that_are_not_here(cls, options, message):
     with pytest.raises(ConfigError) as error:
-        moved(arguments(cls, **options), {})
+        from_trl(arguments(cls, **options), {})
     assert message in str(error.value)
 
 
@@ -235,14 +235,14 @@ class OneMore(DistillationConfig):
 
 def test_tools_are_refused_and_a_field_that_nobody_knows():
     with pytest.raises(ConfigError, match="tools are not called in training"):
-        moved(arguments(DistillationConfig), {"tools": [print]})
-    assert moved(arguments(OneMore), {})[0].lmbda == 1.0
+        from_trl(arguments(DistillationConfig), {"tools": [print]})
+    assert from_trl(arguments(OneMore), {})[0].lmbda == 1.0
     with pytest.raises(ConfigError, match="OneMore.brand_new=1 has no counterpart here"):
-        moved(arguments(OneMore, brand_new=1), {})
+        from_trl(arguments(OneMore, brand_new=1), {})
 
 
 def test_rows_of_gkd_keep_their_datasets():
-    _, arguments_ = moved(
+    _, arguments_ = from_trl(
         arguments(GKDConfig), {"train_dataset": chats(2), "eval_dataset": {"a": chats(3), "b": completions(2)}}
     )
     assert set(arguments_["train_dataset"].column_names) == {"prompt", "completion"}

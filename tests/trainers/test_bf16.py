@@ -8,7 +8,7 @@ from datasets import Dataset
 from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerConfig, LigerDistillConfig, LigerTrainer
-from liger_trainer.trainers import sft_config
+from liger_trainer.trainers import config as sft_config
 
 
 @pytest.mark.parametrize(

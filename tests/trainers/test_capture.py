@@ -30,7 +30,7 @@ from liger_trainer.teachers.cache.store import TeacherCache, read_index
 from liger_trainer.teachers.row_keys import documents
 from liger_trainer.trainers import capture as cache_capture
 from liger_trainer.trainers.capture import capture
-from liger_trainer.trainers.prepare_rows import prepare_rows
+from liger_trainer.trainers.row_preparation import prepare_rows
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 

@@ -18,7 +18,7 @@ from liger_trainer.tools.preview import preview
 from liger_trainer.trainers import chat_checks
 from liger_trainer.trainers.chat_checks import check_chats
 from liger_trainer.trainers.chat_rows import in_messages, split_last
-from liger_trainer.trainers.prepare_rows import prepare_rows
+from liger_trainer.trainers.row_preparation import prepare_rows
 
 SETTINGS = """
 model_name_or_path: student

@@ -19,9 +19,8 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
-from liger_trainer.common.checkpoints import STAGING, checkpoints_in, damage, rotate
+from liger_trainer.common.checkpoints import MANIFEST, STAGING, checkpoints_in, damage, rotate, write_manifest
 from liger_trainer.common.files import STATE
-from liger_trainer.common.manifest import MANIFEST, write_manifest
 from liger_trainer.errors import ConfigError, CorruptError
 
 

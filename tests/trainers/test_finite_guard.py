@@ -21,9 +21,8 @@ from trl import SFTConfig, SFTTrainer
 from liger_trainer import DistillationCallback, LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.common.checkpoints import checkpoints_in
 from liger_trainer.errors import ConfigError, NonFiniteError
-from liger_trainer.trainers.finite_guard import MOST_IN_A_ROW, FiniteGuard
-from liger_trainer.trainers.finite_weights import is_finite
-from liger_trainer.trainers.loss_spikes import LossSpikes
+from liger_trainer.trainers.finite_guard import MOST_IN_A_ROW, FiniteGuard, LossSpikes
+from liger_trainer.trainers.finite_report import is_finite
 
 RUN: dict[str, Any] = {
     "max_steps": 8,
@@ -180,8 +179,8 @@ def test_a_loss_that_cannot_be_seen_is_not_logged_as_zero_either():
 def test_the_mean_loss_of_a_run_leaves_out_logs_that_are_not_finite(planted, logging_steps, steps):
     """Those of steps behind the last log are a log of their own."""
     trainer, losses = sft(on_non_finite="skip_step", logging_steps=logging_steps, max_steps=steps), []
-    saw = trainer.finite.saw_loss
-    trainer.finite.saw_loss = lambda loss, inputs: (losses.append(loss.item()), saw(loss, inputs))
+    saw = trainer.finite.record_loss
+    trainer.finite.record_loss = lambda loss, inputs: (losses.append(loss.item()), saw(loss, inputs))
     Plant(trainer, "loss", planted)
     with pytest.warns(UserWarning, match="is left out"):
         result = trainer.train()
@@ -276,8 +275,8 @@ def test_an_infinite_gradient_under_a_scaler_is_no_error():
         )
         guard = FiniteGuard(accelerator)
         args = SimpleNamespace(gradient_accumulation_steps=1, output_dir="nowhere")
-        guard.saw_loss(torch.tensor(torch.nan if place == "loss" else 1.0), {})
-        guard.saw_norm(torch.tensor(torch.inf))
+        guard.record_loss(torch.tensor(torch.nan if place == "loss" else 1.0), {})
+        guard.record_norm(torch.tensor(torch.inf))
         guard.on_pre_optimizer_step(args, SimpleNamespace(global_step=0), None)
         numbers = guard._pending[0].copy.get()
         assert bool(torch.isfinite(numbers).all()) == (place == "gradient")
@@ -317,7 +316,14 @@ def test_nothing_waits_for_the_device_between_logs(monkeypatch):
     trainer = sft(max_steps=6, save_strategy="no")
     guard, read = trainer.finite, []
     judge, check = guard._judge, guard.check
-    for name in ("saw_loss", "saw_norm", "saw_teacher", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"):
+    for name in (
+        "record_loss",
+        "record_norm",
+        "record_teacher",
+        "on_pre_optimizer_step",
+        "on_optimizer_step",
+        "on_step_end",
+    ):
         called = getattr(guard, name)
 
         def unread(*args, called=called, **kwargs):

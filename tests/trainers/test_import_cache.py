@@ -26,12 +26,12 @@ from splits import capture_gradients
 from tiny import VOCAB, chats, completions, texts, tiny_model, tiny_tokenizer
 
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.teachers.cache.distillkit_records import Compression, unpacked
+from liger_trainer.extras.foreign_caches.distillkit_records import Compression, unpacked
+from liger_trainer.extras.foreign_caches.import_cache import import_cache
+from liger_trainer.extras.foreign_caches.vllm_records import VLLMRecords
 from liger_trainer.teachers.cache.store import INDEX, TeacherCache, read_index
-from liger_trainer.teachers.cache.vllm_records import VLLMRecords
 from liger_trainer.teachers.row_keys import documents
-from liger_trainer.trainers.import_cache import import_cache
-from liger_trainer.trainers.prepare_rows import prepare_rows
+from liger_trainer.trainers.row_preparation import prepare_rows
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 STEP = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.0, "bf16": False}

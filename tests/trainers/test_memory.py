@@ -7,8 +7,8 @@ from tiny import FirstGradients, completions, tiny_model, tiny_tokenizer, train_
 
 from liger_trainer import LigerConfig, LigerTrainer
 from liger_trainer.errors import ConfigError
+from liger_trainer.patching.layers.mlps import KIND
 from liger_trainer.patching.patcher import patch, patched_record
-from liger_trainer.patching.remade_mlps import KIND
 
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
 LAYERS, INNER = 4, 48

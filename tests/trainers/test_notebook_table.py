@@ -8,7 +8,7 @@ from datasets import Dataset
 from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
-from liger_trainer.trainers.sft_config import LigerConfig
+from liger_trainer.trainers.config import LigerConfig
 
 
 @pytest.fixture

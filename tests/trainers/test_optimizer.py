@@ -11,9 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from transformers import TrainerCallback
 
 from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
-from liger_trainer.trainers import adamw
-from liger_trainer.trainers.adamw import OneLaunchAdamW, in_one_launch
+from liger_trainer.trainers import one_launch_adamw as adamw
 from liger_trainer.trainers.finite_guard import innermost
+from liger_trainer.trainers.one_launch_adamw import OneLaunchAdamW, OneLaunchStep
 
 RUN: dict[str, Any] = {"max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2, "weight_decay": 0.1}
 
@@ -39,7 +39,7 @@ def distill(**options) -> LigerDistillTrainer:
 
 
 def with_torch(monkeypatch) -> None:
-    monkeypatch.setattr(adamw, "in_one_launch", lambda optimizer, trainer: optimizer)
+    monkeypatch.setattr(adamw.OneLaunchStep, "of", lambda self, optimizer: optimizer)
 
 
 def trained(trainer, kind: type, **options) -> dict[str, torch.Tensor]:
@@ -154,7 +154,7 @@ def test_clipping_is_trainers_where_somebody_watches(who, request):
         param.grad = torch.ones_like(param)
     optimizer.coefficient = torch.tensor(0.5)  # of a step that was interrupted
     watch(trainer, who, request.addfinalizer)
-    norm = adamw.norm_before_step(trainer, trainer.model)
+    norm = adamw.OneLaunchStep(trainer).norm_before_step(trainer.model)
     assert (norm is None) is (optimizer.coefficient is None) is bool(who)
 
 
@@ -245,12 +245,12 @@ def test_others_stay():
     )
     param = torch.nn.Parameter(torch.ones(5))
     for optimizer in (AdamW([param]), AdamW([param], fused=True, amsgrad=True), torch.optim.SGD([param])):
-        assert in_one_launch(optimizer, trainer) is optimizer
+        assert OneLaunchStep(trainer).of(optimizer) is optimizer
     fused = AdamW([{"params": [param], "weight_decay": 0.5}], lr=0.2, fused=True)
-    ours = in_one_launch(fused, trainer)
+    ours = OneLaunchStep(trainer).of(fused)
     assert type(ours) is OneLaunchAdamW and ours.state_dict() == fused.state_dict()
     trainer.accelerator.distributed_type = adamw.DistributedType.FSDP
-    assert in_one_launch(fused, trainer) is fused
+    assert OneLaunchStep(trainer).of(fused) is fused
 
 
 def test_where_no_kernel_runs_torchs_stays(monkeypatch):

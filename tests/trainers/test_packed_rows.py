@@ -9,11 +9,11 @@ from peft import LoraConfig, PrefixTuningConfig
 from tiny import assert_same_gradients, completions, gradients, texts, tiny_model, tiny_tokenizer, train_args
 from transformers import Trainer, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import DistillationCallback, LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.errors import ConfigError
-from liger_trainer.patching.document_mask import documents_come_along
+from liger_trainer.patching.packing.document_mask import documents_come_along
 
 PACKING = {"packing": True, "max_length": 24, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 PACKED = "liger_packed_sdpa"
@@ -213,7 +213,7 @@ def test_the_callback_reads_packed_rows_by_lengths():
     teacher, seen = tiny_model("llama", seed=1), []
     callback = DistillationCallback(teacher)
 
-    class Watch(LigerTrainer.__mro__[2]):  # TRL's SFTTrainer, as users have it
+    class Watch(SFTTrainer):
         def training_step(self, model, *args, **kwargs):
             seen.append((model.config._attn_implementation, teacher.config._attn_implementation))
             return super().training_step(model, *args, **kwargs)

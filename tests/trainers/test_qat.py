@@ -24,7 +24,7 @@ from torchao.quantization import quantize_
 from torchao.quantization.qat import FakeQuantizedLinear, QATConfig
 from torchao.utils import TorchAOBaseTensor
 
-from liger_trainer.trainers.qat import linear_layers, quantised, torchao_config
+from liger_trainer.extras.qat import linear_layers, quantised, torchao_config
 
 RUN: dict[str, Any] = {
     "max_steps": 4, "save_strategy": "no", "learning_rate": 1e-2, "gradient_accumulation_steps": 2,

@@ -16,9 +16,8 @@ from trl import SFTConfig
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.cli import main
-from liger_trainer.common.checkpoints import TRAINER_STATE, WITH_MANIFEST, checkpoints_in
+from liger_trainer.common.checkpoints import MANIFEST, TRAINER_STATE, WITH_MANIFEST, checkpoints_in
 from liger_trainer.common.files import STATE
-from liger_trainer.common.manifest import MANIFEST
 from liger_trainer.errors import ConfigError
 from liger_trainer.trainers.capture import capture
 from liger_trainer.trainers.resume_check import KEY

@@ -18,11 +18,11 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.errors import ConfigError, DataError
+from liger_trainer.extras.cross_tokenizer.uld import UldAnswer
 from liger_trainer.losses.cross_entropy import cross_entropy_loss
 from liger_trainer.losses.dense import DenseAnswer
 from liger_trainer.losses.sparse import SparseAnswer, TokenTargets
 from liger_trainer.losses.spec import BatchTargets, Distillation, LossOptions, TokenWeights
-from liger_trainer.losses.uld import UldAnswer
 
 N = 12
 

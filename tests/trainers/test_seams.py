@@ -16,7 +16,9 @@ from liger_trainer.trainers import seams
 from liger_trainer.trainers.seams import SEAMS
 
 source_of = functools.cache(inspect.getsource)
-FILES = [path for path in Path(seams.__file__).parent.glob("*.py") if path.name != "seams.py"]
+TRAINERS = Path(seams.__file__).parent
+FILES = [path for path in TRAINERS.glob("*.py") if path.name != "seams.py"]
+FILES += [TRAINERS.parent / "extras" / "qat.py", TRAINERS.parent / "extras" / "vocab_parallel" / "trainer.py"]
 
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: f"{seam.module.partition('.')[0]} {seam.name}")

@@ -32,7 +32,8 @@ from trl.trainer import sft_trainer
 from liger_trainer import LigerDistillConfig, LigerTrainer, patch
 from liger_trainer.errors import ConfigError, DataError, MaterializedLogitsWarning
 from liger_trainer.patching.patcher import patched_record
-from liger_trainer.trainers.prepare_rows import prepare_rows
+from liger_trainer.trainers.row_preparation import prepare_rows
+from liger_trainer.trainers.student import undo_evaluation
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 
@@ -526,7 +527,7 @@ def test_an_evaluation_before_training_leaves_nothing_on_the_model_of_several_pr
     assert trainer.model.forward != before and trainer.model._is_accelerate_prepared
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 1 if what == "one process" else 2)
     monkeypatch.setattr(trainer, "is_fsdp_enabled", what == "fsdp")
-    trainer._undo_evaluation_wrap()
+    undo_evaluation(trainer)
     undone = what == "processes"
     assert (trainer.model.forward == before) == undone
     assert hasattr(trainer.model, "_is_accelerate_prepared") != undone

@@ -18,7 +18,7 @@ from ...losses.plan import LOSS_TYPES, plan_of
 from ..data.demo_model import DEMO_MODELS, DemoModel
 from ..environment import versions
 from ..metric_rows import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, shown_rows
-from .format import change, count, duration, figure, memory, parameters, shown, teacher_text
+from .tables import change, count, duration, figure, memory, parameters, shown, teacher_text
 
 if TYPE_CHECKING:
     from ...config.run_config import RunConfig

@@ -24,13 +24,13 @@ from transformers.configuration_utils import PreTrainedConfig
 from ...common.weights import auto_class
 from ...errors import ConfigError
 from ...losses.spec import LossOptions
-from ...patching.call_structure import NotCapturable
-from ...patching.cuda_graphs import layers_of, most_rows
+from ...patching.graphs.cuda_graphs import layers_of, most_rows
+from ...patching.graphs.layer_graphs import NotCapturable
 from ...patching.patcher import NothingToPatch, Patched, PatchOptions, base_of
+from ...plugins import load
 from ...teachers.adapters_off import without_adapters
 from ...teachers.base import teacher_logits
-from ...trainers.qat import linear_layers
-from ...trainers.step_config import ALWAYS, NEVER
+from ...trainers.options import ALWAYS, NEVER
 from .memory_tracker import MemoryTracker, Peak
 from .stand_ins import as_bitsandbytes, attention, attention_mask, on_a_gpu, quantize
 
@@ -206,7 +206,8 @@ class _TrainerSteps:
         tracker.add(student.buffers(), "student weights")
         if teacher is not None:
             tracker.add([*teacher.parameters(), *teacher.buffers()], "teacher weights")
-        behind = [torch.empty_like(layer.weight) for layer in linear_layers(student).values()] if spec.quantises else []
+        quantised = load("qat").linear_layers(student).values() if spec.quantises else ()
+        behind = [torch.empty_like(layer.weight) for layer in quantised]
         tracker.add(behind, "weights behind the quantised")
         self.behind = behind  # which keeps them
         self.resident = resident  # of a teacher cache

@@ -17,8 +17,8 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from ...common.replacements import Replacements
 from ...kernels.runtime import without_data
-from ...modules import projections
-from ...patching import lora as patch_lora
+from ...patching.layers import lora as patch_lora
+from ...patching.layers import projections
 
 
 @contextlib.contextmanager

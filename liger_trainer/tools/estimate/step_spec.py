@@ -24,13 +24,185 @@ from ...run.drop_layers import kept_indices, thinned_config
 from ...teachers.cache.hidden import HiddenFormat, TeacherHead
 from ...teachers.cache.records import RecordFormat
 from ...teachers.cache.store import HiddenSettings, read_index
-from ...trainers.step_config import AUTO, MEMORY, NEVER
-from .sharding import sharding_of
+from ...trainers.options import AUTO, MEMORY, NEVER
 from .simulate import ModelSpec, StepSpec
 from .stand_ins import MomentsOptimizer
 
 if TYPE_CHECKING:
     from ...config.run_config import RunConfig
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ...config.run_config import RunConfig
+    from ...run.data.datasets import RunData
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import yaml
+
+from ...run.launch import launcher_arguments
+from .memory_tracker import Peak
+from .simulate import StepMemory
+
+if TYPE_CHECKING:
+    from ...config.run_config import RunConfig
+
+# What one of several processes holds: DDP's buckets, and its shares under ZeRO and FSDP.
+
+
+WEIGHTS = ("student weights", "adapter weights", "teacher weights")
+GATHERED = 2  # layers with all their weights at one time: one computes, the next is being gathered
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The number of processes, the parts that they share, and whether DDP keeps buckets of gradients."""
+
+    name: str = "one process"
+    processes: int = 1
+    shared: tuple[str, ...] = ()
+    gathers: bool = False
+    buckets: bool = False
+
+    def per_process(self, memory: StepMemory) -> dict[str, Peak]:
+        """Return the peaks of one process."""
+        return {phase: self._share(phase, peak, memory) for phase, peak in memory.peaks.items()}
+
+    def _share(self, phase: str, peak: Peak, memory: StepMemory) -> Peak:
+        parts = Counter({p: n // self.processes if p in self.shared else n for p, n in peak.parts.items()})
+        if self.gathers:
+            parts["gathered layers"] = GATHERED * memory.layer_bytes
+            if (
+                phase == "loss" or memory.tied
+            ):  # as the embedding, it is kept from the first layer's pass to its backward
+                parts["gathered head"] = memory.head_bytes
+            del parts["autocast copies"]  # a layer is gathered in the format that it computes in
+        if self.buckets:
+            parts["gradient buckets"] = memory.trained_bytes
+        return Peak(parts.total(), parts)
+
+
+def sharding_of(config: "RunConfig") -> Sharding:
+    """Read num_processes, accelerate_config, fsdp and deepspeed.
+
+    Raises:
+        ConfigError: `accelerate_config` is neither a file nor one of TRL's, or a file cannot be read.
+    """
+    file = _accelerate_file(config)
+    processes = config["num_processes"] or file.get("num_processes") or 1
+    if config["deepspeed"]:
+        return _zero((_deepspeed(config).get("zero_optimization") or {}).get("stage", 0), processes)
+    kind = str(file.get("distributed_type", "NO")).upper()
+    if kind == "DEEPSPEED":
+        return _zero(int((file.get("deepspeed_config") or {}).get("zero_stage", 0)), processes)
+    if kind == "FSDP" or config["fsdp"]:
+        return Sharding("FSDP", processes, (*WEIGHTS, "gradients", "optimizer state"), gathers=processes > 1)
+    return Sharding("DDP", processes, buckets=True) if processes > 1 else Sharding()
+
+
+def _zero(stage: int, processes: int) -> Sharding:
+    shared = ("optimizer state", "gradients", *WEIGHTS)[: {0: 0, 1: 1, 2: 2}.get(stage, 5)]
+    return Sharding(f"ZeRO-{stage}", processes, shared, gathers=stage == 3 and processes > 1)
+
+
+def _accelerate_file(config: "RunConfig") -> dict[str, Any]:
+    arguments = launcher_arguments(config)
+    if "--config_file" not in arguments:
+        return {}
+    return _mapping(config, "accelerate_config", arguments[arguments.index("--config_file") + 1])
+
+
+def _deepspeed(config: "RunConfig") -> dict[str, Any]:
+    setting = config["deepspeed"]
+    return setting if isinstance(setting, dict) else _mapping(config, "deepspeed", setting)
+
+
+def _mapping(config: "RunConfig", key: str, path: str) -> dict[str, Any]:
+    """Read a file of YAML, or of JSON, which is YAML too."""
+    try:
+        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise config.error(key, f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise config.error(key, f"{path}: expected keys with values, got a {type(content).__name__}.")
+    return content
+
+
+# Measure the rows of a local or demo dataset in tokens.
+
+
+MEASURED = 2000  # rows that are tokenized; of a larger dataset, every n-th
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """Lengths of the training rows, before they are cut at max_length.
+
+    Attributes:
+        rows: number of rows.
+        mean, longest, shortest: tokens of a row. The last two are None if not every row was tokenized.
+    """
+
+    rows: int
+    mean: float
+    longest: int | None = None
+    shortest: int | None = None
+
+
+def row_lengths(config: "RunConfig") -> RowLengths | str:
+    """Measure the training rows, or say why that is not possible."""
+    name = config["dataset_name"]
+    if config["datasets"] or not (name.startswith("demo:") or _is_local(name)):
+        return "the dataset is not local"
+    from ...run.data.datasets import load_run_datasets
+    from ...run.models import open_model
+
+    try:
+        data = load_run_datasets(config)
+        if data.facts.form == "prompt" or config.values.get("lmbda") or config.values.get("seq_kd"):
+            return "completions are sampled"
+        if data.facts.images is not None:
+            return "the rows have images, and neither their tokens nor the vision tower's activations are counted"
+        tokenizer = open_model(config, "model_name_or_path").tokenizer
+        lengths = _lengths(data, tokenizer, config)
+    except LigerTrainerError as error:
+        return str(error)
+    ends = (max(lengths), min(lengths)) if len(lengths) == len(data.train) else ()
+    return RowLengths(len(data.train), sum(lengths) / len(lengths), *ends)
+
+
+def _is_local(name: str) -> bool:
+    from pathlib import Path
+
+    return Path(name).expanduser().exists()
+
+
+def _lengths(data: "RunData", tokenizer: "PreTrainedTokenizerBase", config: "RunConfig") -> list[int]:
+    rows = data.train.select(range(0, len(data.train), -(-len(data.train) // MEASURED)))
+    return [_tokens(row, data.facts.form, tokenizer, config["dataset_text_field"]) for row in rows]
+
+
+def _tokens(row: Any, form: str, tokenizer: "PreTrainedTokenizerBase", text: str) -> int:
+    if form == "input_ids":
+        return len(row["input_ids"])
+    if form == "text":
+        return len(tokenizer(row[text])["input_ids"]) + 1  # the token that ends the text
+    if form == "prompt" and isinstance(row["prompt"], str):
+        return len(tokenizer(row["prompt"])["input_ids"])
+    if form == "prompt-completion" and isinstance(row["prompt"], str):
+        return len(tokenizer(row["prompt"] + row["completion"])["input_ids"]) + 1
+    if form in ("prompt", "prompt-completion"):
+        messages = row["prompt"] + row.get("completion", [])
+    else:
+        messages = row["messages"]
+    from ...trainers.chat_checks import fitting
+
+    options: Any = {"add_generation_prompt": form == "prompt", **(row.get("chat_template_kwargs") or {})}
+    rendered: Any = tokenizer.apply_chat_template(fitting(messages, tokenizer), return_dict=True, **options)
+    return len(rendered["input_ids"])
+
 
 # SmolLM2-135M-Instruct; its model directory is built at first use, which may be later.
 DEMO_CONFIG = {

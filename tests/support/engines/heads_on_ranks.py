@@ -24,7 +24,7 @@ from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.losses.deferring_head import deferred_logits
 from liger_trainer.losses.model_parts import output_module
 from liger_trainer.patching.patcher import base_of
-from liger_trainer.trainers.sft_config import LigerConfig
+from liger_trainer.trainers.config import LigerConfig
 
 ENGINES = {
     "fsdp2": {},

@@ -15,7 +15,7 @@ from trl import SFTConfig
 
 from liger_trainer import LigerTrainer
 from liger_trainer.errors import NonFiniteError
-from liger_trainer.trainers.finite_weights import trained
+from liger_trainer.trainers.finite_report import trained
 
 ENGINES = {"ddp": contextlib.nullcontext, "fsdp2": fsdp2}
 # Each engine with each policy and each optimizer.

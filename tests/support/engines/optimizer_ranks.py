@@ -9,7 +9,7 @@ import torch
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerConfig, LigerTrainer
-from liger_trainer.trainers import adamw
+from liger_trainer.trainers import one_launch_adamw as adamw
 from liger_trainer.trainers.finite_guard import innermost
 
 
@@ -31,7 +31,7 @@ def main(path: str) -> None:
     if not torch.cuda.is_available():  # the op then runs in torch, or in Triton's interpreter
         adamw._are_plain = lambda params: True
     ours = trained()
-    adamw.in_one_launch = lambda optimizer, trainer: optimizer
+    adamw.OneLaunchStep.of = lambda self, optimizer: optimizer
     torchs = trained()
     if torch.distributed.get_rank() == 0:
         torch.save({"ours": ours, "torch": torchs}, path)

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
-from liger_trainer.trainers.sft_config import LigerConfig
+from liger_trainer.trainers.config import LigerConfig
 
 ROWS, LENGTH, STEPS, VOCAB = 8, 512, 20, 32_000
 

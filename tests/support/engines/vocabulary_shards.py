@@ -257,7 +257,7 @@ def main(path):
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     results = {}
-    for seed, (name, op, options) in enumerate(cases()):
+    for seed, (name, op, options) in enumerate(cases(), 2):
         results[name] = compare(name, op, seed=seed, **options)
     problem = Problem(size, rank, "sharded", torch.float64, seed=99)
     results["own means"] = largest(own_means(problem))

@@ -75,10 +75,13 @@ def recorded() -> Iterator[dict]:
         taken["stage"] = engine.zero_optimization_stage()
         return step(engine, *args, **kwargs)
 
-    def saw_norm(guard, norm):
+    def record_norm(guard, norm):
         taken["norm"] = float(norm)
 
-    with mock.patch.object(DeepSpeedEngine, "step", recording), mock.patch.object(FiniteGuard, "saw_norm", saw_norm):
+    with (
+        mock.patch.object(DeepSpeedEngine, "step", recording),
+        mock.patch.object(FiniteGuard, "record_norm", record_norm),
+    ):
         yield taken
 
 

@@ -1,0 +1,76 @@
+"""Launch shapes: sizes of blocks and tiles, warps, and what decides between two ways of computing, as sweeps found
+them.
+
+Nothing is autotuned. A tuner times kernels when they first run, so two runs could choose different tiles, and their
+sums would round differently: here a run that is repeated or resumed gives the same bits. It would also add seconds to
+every start, and could not time anything while a CUDA graph records. Shapes are therefore measured once, by the
+benchmarks of `benchmarks/`, and written down here with the commit of the sweep, whose message has the figures.
+
+A GPU of another capability takes the H100's shapes: right everywhere, fastest on none but that. To add one, sweep it,
+subclass H100, enter it in BY_CAPABILITY, and choose SHAPES by torch.cuda.get_device_capability().
+"""
+
+
+class H100:
+    """Compute capability 9.0: 132 multiprocessors, 228 KiB of shared memory each, 50 MiB of L2 cache."""
+
+    # Fused linear losses. MiB of logits that are held at a time (0c90350); half of it costs about 5 % of time.
+    WORKSPACE_MB = 512
+    # Columns of the tiles that lie in the weight's gradient, and of the last ones (29d202f): multiples fill the
+    # products' last wave.
+    WIDE_TILE, LAST_TILE = 2048, 1024
+    # Bytes that the GPU moves while the host launches the kernels of one tile (b3b0ff8).
+    LAUNCH_BYTES = 3e8
+
+    # Rows of logits, (columns at a time, warps). With 32 warps a multiprocessor holds one row at a time, so that L2
+    # still has it for the second pass (b3b0ff8). A tile of recomputed logits is read once: with 4 warps a row, many
+    # rows are on their way at a time (21aee70).
+    CROSS_ENTROPY, CROSS_ENTROPY_TILE = (16384, 32), (2048, 4)
+    DIVERGENCE = 1024, 32  # lanes, each of 16 bytes, and warps (b24ac0c)
+    SPARSE_ROWS = 8192, 32  # beca325
+    LABELLED_ROWS = 4096, 8  # not swept: one program takes microseconds
+
+    # Norms: numbers of a program's tile, and columns for each of its warps (37c2c84); the backward's (b3b0ff8), whose
+    # programs prefetch 3 tiles of 16-bit numbers or 2 wider ones, since these take shared memory.
+    NORM_FORWARD, NORM_COLUMNS_A_WARP = 4096, 512
+    NORM_BACKWARD, NORM_BACKWARD_WARPS = 8192, 8
+    NORM_SUM = 128, 32, 8  # rows, columns, warps of the sum over programs (b3b0ff8)
+    LAYER_NORM_BY_TORCH = 2**22  # numbers up to which torch's own is as fast, and spares the host 50 us (3512d1e)
+
+    # Elements of a program, and warps.
+    GATED = 512, 4  # b3b0ff8
+    PACKED_GATE = 1024  # columns at a time; not swept
+    RESCALED = 2**16  # most programs find nothing to do, and starting one takes time (0c90350)
+    ROPE = 4096, 4  # 31209f9
+    # (elements of a tile, elements of a warp) of both passes; programs a multiprocessor and prefetched tiles of the
+    # backward of trainable weights (b3b0ff8)
+    QK_NORM_FORWARD, QK_NORM_BACKWARD = (1024, 512), (2048, 512)
+    QK_NORM_PROGRAMS, QK_NORM_STAGES = 4, 1
+    ADAMW = 2048, 8  # 52390b3
+    GRADIENT_NORM = 16384, 4096, 8  # elements of a program, elements at a time, warps (52390b3)
+
+    # Adapters. Dropout on the way in: rows, columns, numbers of A at most, and warps (4b166ae); (rows, columns, warps,
+    # programs at a time by their registers) of the backward for few, some and many numbers a column (e516faf).
+    DROPOUT_FORWARD = 32, 128, 4096, 4
+    DROPOUT_BACKWARD = (16, 128, 4, 528), (32, 128, 4, 264), (32, 64, 8, 264)
+    SPLIT = 1024, 4  # numbers of a program that splits fp32 into bf16, and warps; not swept
+    EXPERTS_ADD, EXPERTS_COMBINE = (64, 128, 4), 1024  # rows, columns, warps; columns (f283d92)
+
+    # Attention within documents, by the columns of a head that they go up to: queries and keys of a block, warps,
+    # stages (c8aeca4). Up to 128 they were swept; those for 256 fit into shared memory.
+    ATTENTION = {
+        "forward": {128: (64, 32, 4, 3), 256: (64, 32, 4, 2)},
+        "dq": {64: (64, 32, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)},
+        "dkdv": {128: (64, 64, 4, 2), 256: (64, 32, 4, 2)},
+    }
+    ATTENTION_EXACT = 32, 32, 4, 1  # in fp32: products without tensor cores, which compile slowly if they are large
+    ATTENTION_BOUNDS = 256  # tokens a program; not swept
+
+    # Divergences of given distributions: entries and warps of a program, or of a step along a row; bytes of two rows
+    # up to which two of them a multiprocessor stay in L2 between a forward's passes (not swept, from its size).
+    GIVEN, GIVEN_LOGITS = (4096, 8), (4096, 16)
+    EARLY_ROW_BYTES = 128 * 1024
+
+
+BY_CAPABILITY = {(9, 0): H100}
+SHAPES = BY_CAPABILITY[9, 0]

@@ -1,0 +1,198 @@
+"""Trained linear layers that read one tensor, such as queries, keys and values, or gate and up, as one op.
+
+The module that holds them calls them one after the other, as before (shared_input.py). While no gradient of their input
+is wanted, or one of them is more than its weight and bias, each is computed by its class's forward.
+"""
+
+import ast
+import copy
+import functools
+import inspect
+import textwrap
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from ...common.hooks import is_hooked
+from ...common.replacements import Replacements
+from ...kernels.linears import linears
+from ..options import PatchOptions, PatchReport
+from .projections import has_plain_weight, is_plain
+
+
+def patch_linears(model: nn.Module, options: PatchOptions, replacements: Replacements, report: PatchReport) -> None:
+    """Have plain, trained linear layers that a module calls with one tensor computed together."""
+    if not options.linear:
+        return
+    for module in model.modules():
+        for names in layers_of_one_input(module):
+            layers = [layer for name in names if _is_trained(layer := module._modules.get(name))]
+            if len(set(map(id, layers))) < 2 or any(layer in replacements for layer in layers):
+                continue
+            group = SharedInput(list(dict.fromkeys(layers)))
+            for layer in group.layers:
+                replacements.forward(layer, _forward)
+                replacements.set(layer, GROUP, group)
+            report.swap("shared input")
+
+
+def is_weight_and_bias(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a linear layer can be replaced by its weight and bias: see `is_plain`; its forward may be ours."""
+    return is_plain(layer) or _is_served(layer)
+
+
+def _is_trained(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
+    return layer is not None and is_plain(layer) and layer.weight.requires_grad
+
+
+def _is_served(layer: Any) -> TypeGuard[nn.Linear]:
+    """Whether a layer has our forward, and is nothing but its weight and bias."""
+    forward = vars(layer).get("forward")
+    ours = isinstance(forward, types.MethodType) and forward.__func__ is _forward
+    return ours and has_plain_weight(layer) and not is_hooked(layer)
+
+
+def _forward(module: Any, input: Tensor) -> Tensor:  # noqa: A002  its name in nn.Linear
+    group = vars(module)[GROUP]
+    y = None
+    if torch.is_grad_enabled() and input.requires_grad and not torch.compiler.is_compiling():
+        y = group.output(module, input, functools.partial(_outputs, input))
+    return type(module).forward(module, input) if y is None else y
+
+
+def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
+    """Return the outputs of layers for x, None if one of them has to be called."""
+    if not all(map(_is_served, layers)):
+        return None
+    return linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers])  # pyright: ignore
+
+
+# The source of a module's own forward, for what only a reading of it can tell.
+
+
+@functools.cache
+def forward_source(kind: type) -> ast.FunctionDef | None:
+    """Return the forward of a class of modules; None where there is no source, or not that of one function."""
+    try:
+        source = inspect.getsource(inspect.unwrap(kind.forward))  # pyright: ignore[reportAttributeAccessIssue]
+        (function,) = ast.parse(textwrap.dedent(source)).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    return function if isinstance(function, ast.FunctionDef) else None
+
+
+# Layers that read one tensor, computed together: an attention's projections to queries, keys and values.
+#
+# The attention calls them one after the other. The first call computes all of them, and the others take what is waiting
+# for them. Which layers have one input is read from the source of the forward that calls them; whether they have it in
+# this call is checked by the tensor's identity.
+
+
+GROUP = "_liger_trainer_shared_input"  # the attribute of a layer that is computed together with others
+# Statements and expressions that may not run, or more than once.
+_CONDITIONAL = (
+    ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.IfExp,
+    ast.BoolOp, ast.comprehension, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Compare,
+)  # fmt: skip
+
+
+class SharedInput(threading.local):
+    """Layers that are called with one tensor in each pass, in the order of their calls.
+
+    Each thread that calls them has what waits for itself.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        self.layers = layers  # the same list in every thread, each of which runs this
+        self._x: Tensor | None = None
+        self._version = 0
+        self._waiting: dict[int, Tensor] = {}  # by index of the layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedInput":
+        layers: list[nn.Module] = []
+        memo[id(self)] = clone = SharedInput(layers)  # before the layers, which hold their group
+        layers.extend(copy.deepcopy(layer, memo) for layer in self.layers)
+        return clone
+
+    def output(self, layer: nn.Module, x: Tensor, compute: Callable[[Sequence[nn.Module]], Any]) -> Tensor | None:
+        """Return a layer's output, or None if it has to be computed alone.
+
+        Args:
+            layer: which is called.
+            compute: returns the outputs of layers for x, or None.
+        """
+        index = next((i for i, each in enumerate(self.layers) if each is layer), -1)
+        if index == 0:
+            self._forget()  # what an earlier pass has left
+            outputs = compute(self.layers)
+            if outputs is None:
+                return None
+            self._waiting = dict(enumerate(outputs))
+            self._x, self._version = x, _version(x)
+        if self._x is not x or self._version != _version(x):
+            return None
+        output = self._waiting.pop(index, None)
+        if not self._waiting:
+            self._forget()
+        return output
+
+    def _forget(self) -> None:
+        self._x, self._waiting = None, {}
+
+
+def _version(x: Tensor) -> int:
+    """Return what changes when x is written into. In torch.inference_mode nothing is counted."""
+    return 0 if x.is_inference() else x._version
+
+
+def layers_of_one_input(module: nn.Module) -> list[list[str]]:
+    """Return the names of children that a module's class calls with one of its arguments, in the order of the calls.
+
+    Each call is made once in every pass that gets there, and the argument is the caller's own throughout.
+    """
+    return [list(names) for names in _calls_with_one_argument(type(module))]
+
+
+@functools.cache
+def _calls_with_one_argument(kind: type) -> tuple[tuple[str, ...], ...]:
+    function = forward_source(kind)
+    if function is None:
+        return ()
+    arguments = {a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
+    arguments -= {
+        n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, (ast.Store, ast.Del))
+    }
+    every = [call for node in ast.walk(function) for call in _call_of_child(node)]
+    groups: dict[str, list[str]] = {}
+    for child, argument in (call for node in _always_evaluated(function) for call in _call_of_child(node)):
+        if argument in arguments and [name for name, _ in every].count(child) == 1:
+            groups.setdefault(argument, []).append(child)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def _always_evaluated(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """Yield the nodes of a function's body in the order of evaluation, as far as calls are concerned."""
+    for statement in function.body:
+        yield from _inner_first(statement)
+
+
+def _inner_first(node: ast.AST) -> Iterator[ast.AST]:
+    if not isinstance(node, _CONDITIONAL):
+        for child in ast.iter_child_nodes(node):
+            yield from _inner_first(child)
+        yield node
+
+
+def _call_of_child(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield (child, argument) of a call self.child(argument)."""
+    match node:
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name(id="self"), attr=child), args=[ast.Name(id=argument)], keywords=[]
+        ):
+            yield child, argument
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=child)):
+            yield child, ""

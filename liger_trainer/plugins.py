@@ -1,0 +1,60 @@
+"""The one place that names `extras`: a setting loads the module that serves it, and without the setting nothing of it.
+
+The core never imports extras otherwise, which the lint contracts check.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
+
+# what is set: the module below extras
+PLUGINS = {
+    "alm": "cross_tokenizer.spans",
+    "uld": "cross_tokenizer.teacher",
+    "teacher_prompt": "privileged",
+    "vocab_parallel": "vocab_parallel.heads",
+    "qat": "qat",
+    "vocab_parallel_trainer": "vocab_parallel.trainer",
+}
+
+# Attributes that extras leave on modules. A trainer without the setting has to see what an earlier one has done.
+QUANTISED = "liger_trainer_quantised_weights"  # on a model: what holds the weights behind its quantised ones
+KEEPS_ROWS = "_liger_keeps_rows_sharded"  # on an output head: whether its rows stay on their ranks
+
+# of the trainers' extras: setting, its values that ask for nothing, mark, name in PLUGINS. In the order in which they
+# take a trainer that is made: quantised weights come last, since nothing may copy them then.
+_OF_TRAINERS = (
+    ("vocab_parallel", (None, "never"), KEEPS_ROWS, "vocab_parallel_trainer"),
+    ("qat", (None,), QUANTISED, "qat"),
+)
+
+
+def load(name: str) -> Any:
+    """Import the module that serves a setting, by its name in `PLUGINS`."""
+    return import_module(f"{__package__}.extras.{PLUGINS[name]}")
+
+
+class TrainerPlugin:
+    """An extra of the trainers, as `PLUGIN` in its module. What it leaves out it has nothing to do for."""
+
+    def before_model(self, model: Any) -> None:
+        """Get a model ready for a new trainer, if an earlier one has changed it."""
+
+    def after_init(self, trainer: Any) -> None:
+        """Do its part for a trainer that is made, at the end of `__init__`."""
+
+    def check(self, trainer: Any) -> None:
+        """Raise ConfigError where a training or an evaluation, which is about to begin, would be wrong."""
+
+    def files_hold(self, trainer: Any) -> AbstractContextManager[None]:
+        """Return a context in which the model has the weights that files hold, to be saved or read."""
+        return nullcontext()
+
+
+def of_trainer(args: Any, *modules: Any) -> list[TrainerPlugin]:
+    """Return the extras that a trainer's arguments ask for, or that have left their mark on its model or head."""
+    return [
+        load(name).PLUGIN
+        for setting, nothing, mark, name in _OF_TRAINERS
+        if getattr(args, setting, None) not in nothing or any(getattr(module, mark, None) for module in modules)
+    ]

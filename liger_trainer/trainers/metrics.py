@@ -1,0 +1,229 @@
+"""Averages over tokens, kept on the device until they are logged, and the count of tokens through checkpoints."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer_utils import IntervalStrategy
+
+from ..common.checkpoints import TRAINER_STATE
+from ..losses.teacher_answer import TokenLossOutput
+
+
+class TokenMetrics:
+    """Sums over tokens between two logs. Perplexities are averaged as log-probabilities and exponentiated last.
+
+    `x/share` is the share of tokens of a kind x. The other `x/...` are then means over the tokens of that kind, and are
+    left out where there were none.
+    """
+
+    def __init__(self):
+        self._sums: dict[str, Tensor] = {}
+        self._tokens: Tensor | None = None
+
+    def add(self, sums: dict[str, Tensor], tokens: Tensor) -> None:
+        """Add scalars by name, summed over `tokens` tokens of all ranks, or of this rank if `flush` adds ranks up."""
+        totals = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=tokens.device), self._sums)
+        self._sums = {name: totals[name] + value for name, value in sums.items()}
+        self._tokens = tokens if self._tokens is None else self._tokens + tokens
+
+    def flush(self, over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums) -> dict[str, float]:
+        """Return the means since the last flush. Waits for the device. `over_ranks` adds up the sums of ranks."""
+        if self._tokens is None:
+            return {}
+        *sums, tokens = over_ranks(torch.stack([*self._sums.values(), self._tokens])).unbind()
+        means = torch.stack(sums) / tokens.clamp(min=1)
+        means = torch.stack(
+            [m.exp() if name.endswith("perplexity") else m for name, m in zip(self._sums, means, strict=True)]
+        )
+        result = dict(zip(self._sums, means.tolist(), strict=True))
+        self._sums, self._tokens = {}, None
+        return _of_kinds(result)
+
+
+def _of_kinds(means: dict[str, float]) -> dict[str, float]:
+    """Turn means over all tokens into means over the tokens of each kind that has a share."""
+    shares = {name.removesuffix("share"): share for name, share in means.items() if name.endswith("/share")}
+    result = {}
+    for name, mean in means.items():
+        share = 1.0 if name.endswith("/share") else shares.get(f"{name.rpartition('/')[0]}/", 1.0)
+        if share:
+            result[name] = mean / share
+    return result
+
+
+def tokens_before(state: TrainerState) -> int:
+    """Return the tokens trained until `state`. A checkpoint without the count, such as SFTTrainer's, has those of its
+    last log."""
+    states: Any = state.stateful_callbacks
+    stored = states.get(TRAINER_STATE)
+    if stored is not None:
+        return stored["num_tokens"]
+    logged = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
+    return int(logged[-1]) if logged else 0
+
+
+def remember_tokens(state: TrainerState, tokens: int) -> None:
+    """Put the count into a state that a checkpoint saves."""
+    states: Any = state.stateful_callbacks
+    states.setdefault(TRAINER_STATE, {})["num_tokens"] = tokens
+
+
+class TokenCount(TrainerCallback):
+    """Starts a trainer's `num_tokens` at 0, or at the checkpoint's count. TRL's starts at 0 in each process."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self._trainer.restart_metrics(tokens_before(state))
+
+
+def per_token_values(outputs: TokenLossOutput) -> dict[str, Tensor]:
+    """Return what distillation averages over tokens and logs, without what the teacher does not determine."""
+    values = {
+        "kd_loss": outputs.divergence,
+        "ce_loss": -outputs.log_probs,
+        "forward_kl": outputs.forward_kl,
+        "reverse_kl": outputs.reverse_kl,
+        "agreement_at_1": outputs.agrees,
+        "student_perplexity": -outputs.log_probs,
+        "teacher_perplexity": None if outputs.teacher_log_probs is None else -outputs.teacher_log_probs,
+        "teacher_entropy": outputs.teacher_entropy,
+        "jsd": outputs.jsd,
+        **{f"loss/{name}": value for name, value in (outputs.terms or {}).items()},
+        **(outputs.parts or {}),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def count(mask: Tensor) -> Tensor:
+    return mask.sum(dtype=torch.float64)
+
+
+def num_tokens(inputs: dict[str, Any]) -> Tensor:
+    """Count the tokens of the micro-batch without padding. Padding-free batches carry no attention mask."""
+    if "attention_mask" in inputs:
+        return count(inputs["attention_mask"])
+    ids = inputs["input_ids"]
+    return torch.full((), ids.numel(), dtype=torch.float64, device=ids.device)  # torch.tensor would wait for the device
+
+
+# Of the table that transformers shows in a notebook. With evaluations it has a column for each metric of theirs;
+# without, it would show only the loss.
+COLUMNS = {
+    "forward_kl": "Forward KL",
+    "reverse_kl": "Reverse KL",
+    "agreement_at_1": "Agreement@1",
+    "mean_token_accuracy": "Token accuracy",
+    "learning_rate": "Learning rate",
+}
+TERM = "loss/"
+
+
+def widen_notebook_table(trainer: Trainer) -> None:
+    """Replace transformers' callback of notebooks, if the trainer has it, by one with more columns."""
+    callbacks = trainer.callback_handler.callbacks
+    for place, callback in enumerate(callbacks):
+        if type(callback).__name__ == "NotebookProgressCallback":
+            callbacks[place] = _with_more_columns(type(callback))()
+
+
+def _with_more_columns(usual: type[Any]) -> type[Any]:
+    """Return a subclass of transformers' callback, whose module needs IPython and is imported in notebooks alone."""
+
+    class NotebookTable(usual):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if args.eval_strategy != IntervalStrategy.NO or not logs or "loss" not in logs:
+                return
+            terms = {name: name.removeprefix(TERM) for name in logs if name.startswith(TERM)}
+            shown = {**terms, **COLUMNS}
+            values = {"Step": state.global_step, "Training Loss": logs["loss"]}
+            values |= {title: logs[name] for name, title in shown.items() if name in logs}
+            self.training_tracker.write_line(values)
+
+    return NotebookTable
+
+
+class RunLoss:
+    """What Trainer's sum of losses, of which `train_loss` is the mean, is without the logs that are not finite.
+
+    They are those of steps that were left out.
+
+    first_step: the one after which the training began.
+    """
+
+    def __init__(self, first_step: int):
+        self._first = self._last = first_step
+        self._sum, self._steps = 0.0, 0  # of logs that are finite
+
+    def corrected_sum(self, loss: float, total: float, step: int) -> float:
+        """Return what Trainer's sum, `total` with a log of this mean loss, must be for the mean of finite logs.
+
+        Until there is a finite log it is NaN.
+        """
+        steps, self._last = step - self._last, step
+        if math.isfinite(loss):
+            self._sum += loss * steps
+            self._steps += steps
+        if self._steps == step - self._first:
+            return total
+        return self._sum / self._steps * (step - self._first) if self._steps else math.nan
+
+
+class StepMetrics:
+    """What a trainer logs of its micro-batches, and how TRL's and transformers' own sums are kept right meanwhile."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._over_tokens = {"train": TokenMetrics(), "eval": TokenMetrics()}
+
+    def add(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
+        """Add a micro-batch's sums over the tokens of all ranks; `mode` is "train" or "eval"."""
+        self._over_tokens[mode].add(totals, tokens)
+
+    def means(self, mode: str, prefix: str) -> dict[str, float]:
+        """Return the averages since the last log, and take over TRL's, which it would log without the prefix."""
+        means, of_trl = self._over_tokens[mode].flush(), self._trainer._metrics[mode]
+        if mode == "eval":
+            means.update(self._trainer.evaluation_rows.returned_loss())
+        for name, values in of_trl.items():
+            means[name] = sum(map(float, values)) / len(values)
+        of_trl.clear()
+        return {f"{prefix}{name}": value for name, value in means.items()}
+
+    def drop(self, mode: str) -> None:
+        """Drop metrics accumulated since the last log, by a training or an evaluation that was broken off."""
+        self._over_tokens[mode] = TokenMetrics()
+        self._trainer._metrics[mode].clear()
+
+    def restart(self, tokens: int) -> None:
+        """Start a training's metrics from the start, after `tokens` tokens of an earlier process."""
+        self.drop("train")
+        self._trainer._total_train_tokens = tokens
+        self._run_loss = RunLoss(self._trainer.state.global_step)
+
+    def add_log(self, loss: float) -> None:
+        """Take the mean loss of a training's log, which Trainer has added to its sum."""
+        trainer = self._trainer
+        if not trainer.is_in_train:
+            return
+        total, step = trainer._total_loss_scalar, trainer.state.global_step
+        trainer._total_loss_scalar = self._run_loss.corrected_sum(loss, total, step)
+        if not math.isfinite(loss):  # Trainer would start the next sum from NaN - NaN
+            trainer._tr_loss.zero_()
+
+    def add_rest(self) -> None:
+        """Add what was not logged at the end of a training, which Trainer is about to do."""
+        trainer = self._trainer
+        steps = trainer.state.global_step - trainer._globalstep_last_logged
+        if steps:
+            # _tr_loss holds the sum of the losses since the last log
+            rest = trainer._tr_loss.item()
+            trainer._tr_loss.zero_()
+            trainer._total_loss_scalar += rest
+            self.add_log(rest / steps)

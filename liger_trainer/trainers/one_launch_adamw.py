@@ -1,0 +1,157 @@
+"""The optimizer of a training whose weights are whole on each GPU: AdamW in one launch, which clips gradients too.
+
+Trainer clips by writing each gradient anew, and torch's fused AdamW reads it again. Here the step gets the coefficient
+of clipping, a number on the device, and multiplies by it on the way.
+"""
+
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from transformers import TrainerCallback
+
+from ..kernels.adamw import adamw_
+from ..kernels.gradient_norm import gradient_norm
+from ..kernels.runtime import use_triton
+from .finite_guard import innermost
+
+EPSILON = 1e-6  # torch's clip_grad_norm_ divides by norm + this
+CLIPPING = {"_clip_grad_norm", "_get_grad_norm"}  # methods of Trainer
+WHOLE = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)  # each rank has all weights
+
+
+class OneLaunchAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW(fused=True)` with the same state and options, updated by our kernel.
+
+    Attributes:
+        coefficient: what the next step multiplies gradients by, () fp32 on the device; None: 1. A step takes it away.
+    """
+
+    coefficient: Tensor | None = None
+
+    def clip(self, norm: Tensor, most: float) -> None:
+        """Have the next step clip gradients of this norm to `most`, as torch's clip_grad_norm_ does."""
+        self.coefficient = (most / (norm + EPSILON)).clamp(max=1.0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        coefficient, self.coefficient = self.coefficient, None
+        if getattr(self, "grad_scale", None) is not None or any(_is_unusual(group) for group in self.param_groups):
+            grads = [p.grad for p in _params(self) if p.grad is not None]
+            if coefficient is not None and grads:  # none are left of a step that is left out
+                torch._foreach_mul_(grads, coefficient)
+            return _unhooked(torch.optim.AdamW.step)(self, closure)  # hooks run around this method already
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._update(group, coefficient)
+        return loss
+
+    def _update(self, group: dict[str, Any], coefficient: Tensor | None) -> None:
+        params, grads, means, squares, steps = [], [], [], [], []
+        self._init_group(group, params, grads, means, squares, [], steps)
+        if not params:
+            return
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        torch._foreach_add_(steps, 1)
+        adamw_(
+            params, grads, means, squares, steps, lr=float(group["lr"]), betas=group["betas"], eps=group["eps"],
+            weight_decay=group["weight_decay"], coefficient=coefficient, found_inf=found_inf,
+        )  # fmt: skip
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf] * len(steps))  # one tensor for all would be read by the host
+
+
+def _unhooked(step: Any) -> Any:
+    """Return an optimizer's step as it was before torch has put the calls of hooks around it."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def _is_unusual(group: dict[str, Any]) -> bool:
+    """Return whether a group, of a checkpoint perhaps, has options that only torch's own step knows."""
+    rare = any(group.get(name) for name in ("amsgrad", "maximize", "capturable", "differentiable"))
+    return rare or not group.get("fused") or isinstance(group["lr"], Tensor)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+class OneLaunchStep:
+    """Has a trainer's torch AdamW, where it can, update all weights in one launch and clip their gradients there."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    def of(self, optimizer: Any) -> Any:
+        """Return an optimizer of the same parameters whose step is one launch, or `optimizer` itself if it can't be.
+
+        It can where a fused AdamW of torch has plain parameters on one GPU where Triton works, whole on each rank.
+        `optim: adamw_torch` is not fused, and so stays torch's own.
+        """
+        if type(optimizer) is not torch.optim.AdamW or optimizer.state or any(map(_is_unusual, optimizer.param_groups)):
+            return optimizer
+        whole = self._trainer.accelerator.distributed_type in WHOLE
+        params = _params(optimizer)
+        if not whole or self._trainer.get_tp_size() > 1 or not _are_plain(params):
+            return optimizer
+        defaults = {name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"}
+        return OneLaunchAdamW(optimizer.param_groups, **defaults)
+
+    def norm_before_step(self, model: nn.Module) -> Tensor | None:
+        """Return the norm of the model's gradients, and have the optimizer's next step clip them by `max_grad_norm`.
+
+        Return None, and have it clip nothing, where that is left to Trainer: the optimizer is another, wrapped by
+        somebody or has further parameters; a scale of fp16 is in the gradients; somebody else may look at them.
+        """
+        trainer = self._trainer
+        optimizer = innermost(trainer.optimizer)
+        if not isinstance(optimizer, OneLaunchAdamW):
+            return None
+        optimizer.coefficient = None  # of a step that was interrupted
+        if trainer.accelerator.scaler is not None or _is_watched(trainer, optimizer):
+            return None
+        params = list(model.parameters())
+        grads = [p.grad for p in params if p.grad is not None]
+        if not grads or not {id(p) for p in params}.issuperset(map(id, _params(optimizer))):
+            return None
+        norm, most = gradient_norm(grads), trainer.args.max_grad_norm
+        if most > 0:
+            optimizer.clip(norm, most)
+        return norm
+
+
+def _are_plain(params: list[nn.Parameter]) -> bool:
+    one_gpu = len({p.device for p in params}) == 1 and params[0].is_cuda
+    return one_gpu and all(type(p) is nn.Parameter and use_triton(p) for p in params)
+
+
+def _is_watched(trainer: Any, optimizer: OneLaunchAdamW) -> bool:
+    """Return whether somebody else clips, or has a method, callback, hook or optimizer that may look at gradients."""
+    outer = trainer.optimizer
+    while isinstance(outer, AcceleratedOptimizer):
+        outer = outer.optimizer
+    callbacks = {type(callback) for callback in trainer.callback_handler.callbacks}
+    looking = [
+        kind
+        for kind in callbacks
+        if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
+        or kind.on_optimizer_step is not TrainerCallback.on_optimizer_step
+    ]
+    clipping = [kind for kind in type(trainer).__mro__ if not CLIPPING.isdisjoint(vars(kind))]
+    hooks = (
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks, _global_optimizer_post_hooks,
+    )  # fmt: skip
+    return (
+        outer is not optimizer
+        or "clip_grad_norm_" in vars(trainer.accelerator)
+        or any(hooks)
+        or any(not kind.__module__.startswith("liger_trainer.") for kind in looking)
+        or any(not kind.__module__.startswith(("liger_trainer.", "transformers.")) for kind in clipping)
+    )

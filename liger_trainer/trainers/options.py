@@ -1,0 +1,312 @@
+"""The fields of LigerConfig and LigerDistillConfig by what they are about, and what they exclude. Imports no torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..common.options import HTTP, Fact, OptionValues, equals, on, option
+from ..teachers.config import SAMPLES
+
+ALPACA_PROMPTS = ("instruction", "stanford", "stanford_text")
+
+
+@dataclass
+class RowsConfig:
+    """What is learned of rows, beside TRL's `assistant_only_loss` and `completion_only_loss`.
+
+    Args:
+        supervised_part: what is learned of each message, or of each answer with `assistant_only_loss`: "message", all
+            of it with its header, or "content", from its content to the end of its turn. Any chat template will do, if
+            it renders a message alike whatever follows. Default: every token, or what the template marks as generated.
+        alpaca_prompt: what becomes of a row of Alpaca. "instruction": the user's message is the instruction, with the
+            input on the next line. "stanford": it is Stanford Alpaca's prompt around the two. "stanford_text": that
+            prompt and the output are plain text, without a chat template.
+        allow_unwritten_fields: learn chats whose tools, tool calls or thoughts the chat template leaves out, without
+            them. Default: such a row is an error.
+        weight_column: the column with each training row's weight, a number of at least 0. It multiplies the loss of
+            the row's tokens; the divisor stays the number of supervised tokens (trainers/row_weights.py).
+    """
+
+    supervised_part: str | None = option(
+        None,
+        "Learn of each message (with assistant_only_loss, of each answer) all with its header, or from the content to "
+        "the end of the turn; works with chat templates that mark nothing.",
+        choices=["message", "content"],
+        conflicts=[
+            (
+                equals("supervised_part", "message") & ~on("assistant_only_loss"),
+                "without `assistant_only_loss: true` the whole of every message is learned anyway.",
+            ),
+            (
+                on("supervised_part") & SAMPLES,
+                "does not go with completions that are sampled, which begin behind the header of an answer; leave it "
+                "out.",
+            ),
+        ],
+    )
+    alpaca_prompt: str = option(
+        "instruction",
+        "Of Alpaca's rows the user's message is the instruction and the input, or Stanford Alpaca's prompt around "
+        "them; or that prompt is plain text.",
+        choices=ALPACA_PROMPTS,
+    )
+    allow_unwritten_fields: bool = option(
+        False,
+        "Learn chats without the fields that the chat template leaves out (tools, tool_calls, reasoning_content, "
+        "thinking, ...); otherwise they are an error of the data.",
+    )
+    weight_column: str | None = option(
+        None,
+        "Column with a number of at least 0 for each training row, which multiplies the loss of its tokens; what the "
+        "loss is divided by stays the number of tokens. Evaluations are not weighted.",
+        conflicts=[
+            (
+                on("weight_column") & SAMPLES,
+                "does not go with completions that are sampled, which belong to no row; leave one of them out.",
+            ),
+        ],
+    )
+
+
+@dataclass
+class ImagesConfig:
+    """What is learned of rows with images, and which part of a vision-language model.
+
+    Args:
+        learn_image_tokens: learn the tokens that hold the places of an image too, where labels have them. TRL's
+            collator puts them there when every token of a chat is learned. Default: they are left out, in fine-tuning
+            and in distillation. With TRL's own SFTConfig labels stay as TRL makes them.
+        freeze_vision_tower: train nothing of the vision tower, adapters included, and run it without gradients.
+    """
+
+    learn_image_tokens: bool = option(
+        False,
+        "Learn the tokens that hold the places of an image too, as TRL does where every token of a chat is learned.",
+    )
+    freeze_vision_tower: bool = option(
+        False,
+        "Train nothing of a vision-language model's vision tower, adapters included, and run it without gradients.",
+    )
+
+
+NOTHING_SAMPLED = (
+    "has no effect: the completions in the rows are distilled, nothing is generated in training. With `lmbda: 1.0` the "
+    "student samples them."
+)
+WITHOUT_VLLM = "has no effect without `use_vllm: true`."
+_NOT_SHOWN = "sampled completions are not logged; their length and the metrics on them are"
+# Fields of TRL's DistillationConfig that nothing here reads, and why.
+ELSEWHERE = {
+    "chat_template_kwargs": "put them into a column chat_template_kwargs of the rows",
+    "ds3_gather_for_generation": "models that DeepSpeed splits are not sampled from",
+    "log_completions": _NOT_SHOWN,
+    "log_unique_prompts": _NOT_SHOWN,
+    "max_tool_calling_iterations": "tools are not called in training",
+    "num_completions_to_print": _NOT_SHOWN,
+}
+
+
+def without_effect(name: str, sampled: bool, vllm: bool) -> str | None:
+    """Why nothing reads this field where completions are sampled or not, by vLLM or not; None where something does."""
+    if not sampled:
+        return NOTHING_SAMPLED
+    return WITHOUT_VLLM if name.startswith("vllm_") and not vllm else None
+
+
+@dataclass
+class SamplingConfig:
+    """Whose completions are distilled, and how they are sampled. See docs/on-policy.md.
+
+    Args:
+        lmbda: the share of micro-batches whose completions the student samples (on-policy), in [0, 1]. The others take
+            the completions of the dataset.
+        seq_kd: the teacher samples the completions of those others.
+        max_completion_length: the most tokens that are sampled. (`max_new_tokens` of a recipe is the length of the
+            completions that are shown, another thing.)
+        top_p, top_k, min_p, repetition_penalty: as in transformers' GenerationConfig. The sampling temperature is
+            `temperature`.
+        generation_kwargs: further fields of GenerationConfig, or of SamplingParams with vLLM; they go before the ones
+            above.
+        cache_implementation: transformers' cache for generation.
+        generation_batch_size: prompts of a process that are completed at once. Default: all of an optimizer step.
+        use_vllm, vllm_*: as in TRL's DistillationConfig: vLLM samples for the student, through TRL's VLLMGeneration.
+    """
+
+    lmbda: float = option(0.0, "Share of micro-batches whose completions the student samples.", ge=0, le=1)
+    seq_kd: bool = option(False, "The other micro-batches take completions that the teacher samples.")
+    max_completion_length: int = option(512, "Most tokens of a completion that is sampled in training.", ge=1)
+    top_p: float = option(1.0, "Sample from the likeliest tokens that make up this probability.", gt=0, le=1)
+    top_k: int = option(0, "Sample from so many likeliest tokens; 0: from all.", ge=0)
+    min_p: float | None = option(None, "Least probability of a token, relative to the likeliest.", ge=0, le=1)
+    repetition_penalty: float = option(1.0, "Above 1 makes tokens that have occurred less likely.", gt=0)
+    generation_kwargs: dict[str, Any] | str | None = option(
+        None, "Further fields of GenerationConfig, or of vLLM's SamplingParams."
+    )
+    cache_implementation: str | None = option(None, "transformers' kind of cache for generation.")
+    generation_batch_size: int | None = option(
+        None, "Prompts completed at once on a process; default: all of an optimizer step.", ge=1
+    )
+    use_vllm: bool = option(False, "vLLM samples for the student; needs vllm.")
+    vllm_mode: str = option("colocate", "In this process, or on a server.", choices=["colocate", "server"])
+    vllm_model_impl: str = option("vllm", "vLLM's implementation of the model: vllm or transformers.")
+    vllm_enable_sleep_mode: bool = option(False, "vLLM gives its memory back while the student trains.")
+    vllm_structured_outputs_regex: str | None = option(None, "Completions match this regular expression.")
+    vllm_server_base_url: str | None = option(None, "Address of the server, in place of host and port.", text=HTTP)
+    vllm_server_host: str = option("0.0.0.0", "Host of the server.")
+    vllm_server_port: int = option(8000, "Port of the server.", ge=0)
+    vllm_server_timeout: float = option(240.0, "Seconds to wait for the server.", gt=0)
+    vllm_group_port: int = option(51216, "Port over which weights are sent to the server.", ge=0)
+    vllm_gpu_memory_utilization: float = option(0.3, "Share of the GPU's memory for vLLM.", gt=0, le=1)
+    vllm_max_model_length: int | None = option(None, "Most tokens of prompt and completion in vLLM.", ge=1)
+    vllm_tensor_parallel_size: int = option(1, "GPUs that vLLM spreads the student over.", ge=1)
+
+    def unused_fields(self, sampled: bool) -> Iterator[str]:
+        """The fields that are set and that nothing reads, each with the reason."""
+        for item in fields(SamplingConfig):
+            why = without_effect(item.name, sampled, self.use_vllm)
+            if why and getattr(self, item.name) != item.default:
+                yield f"{item.name} {why}"
+
+
+AUTO, MODEL = "auto", "model"
+ALWAYS, NEVER = "always", "never"
+FAST = "fast"
+MEMORY = {FAST: 0, "balanced": 2, "lean": 1}  # in every n-th decoder layer gate and up are made again; 0: in none
+
+
+def _checkpoints(options: OptionValues) -> bool:
+    """transformers 5.23 calls gradient_checkpointing activation_checkpointing; what has the new name counts."""
+    renamed = options.values.get("activation_checkpointing")
+    return bool(options["gradient_checkpointing"] if renamed is None else renamed)
+
+
+_CHECKPOINTS = Fact(
+    ("gradient_checkpointing",),
+    _checkpoints,
+    (~equals("gradient_checkpointing", False) & ~equals("activation_checkpointing", False)).rule,
+)
+_REMAKES = equals("memory", *(name for name in MEMORY if name != FAST))
+
+
+@dataclass
+class StepConfig:
+    """How a step is computed. None of these fields changes what is learned.
+
+    Args:
+        attention: what reads rows in which several documents stand (packing, padding-free batches). "auto": attention
+            over each document by its length, for models that run PyTorch's or eager attention; other
+            implementations, such as flash_attention_2, stay. "model": the model's own implementation in any case,
+            which masks the row with a matrix of its length squared.
+        cuda_graphs: whether decoder layers, of student and teacher, are recorded in CUDA graphs and replayed, so that
+            the GPU does not wait for the host. "auto": where the layers are small enough to profit and nothing is
+            against it. "always": layers of any size; what is against it is an error. "never".
+        memory: in how many decoder layers gate(x) and up(x) of the MLP, the largest tensors of a layer, are made again
+            in the backward instead of being kept. "fast": in none. "balanced": in every second. "lean": in all. Where
+            no MLP can, that is an error. Experts of a mixture keep theirs.
+        vocab_parallel: whether the rows of the output head, of student and teacher, stay on their ranks under FSDP2
+            while the loss is computed. "auto": where that moves fewer numbers than gathering the head, and nothing is
+            against it. "always": what is against it is an error. "never". See docs/extras.md.
+    """
+
+    attention: str = option(
+        AUTO,
+        "What reads packed rows: auto takes each document by its length where the model runs sdpa or eager attention; "
+        "model leaves the model's own attention, whose mask is as large as the row's length squared.",
+        choices=[AUTO, MODEL],
+    )
+    cuda_graphs: str = option(
+        AUTO,
+        "Record the decoder layers of student and teacher in CUDA graphs once a shape comes again: auto where they are "
+        "small enough that the GPU would wait for the host; always; never.",
+        choices=[AUTO, ALWAYS, NEVER],
+    )
+    memory: str = option(
+        FAST,
+        "Make the MLP's gate(x) and up(x) again in the backward instead of keeping them: fast in no decoder layer; "
+        "balanced in every second; lean in all.",
+        choices=MEMORY,
+        conflicts=[
+            (
+                _REMAKES & _CHECKPOINTS,
+                "has no effect with gradient_checkpointing, which makes whole layers again; set it to false.",
+            ),
+            (_REMAKES & on("torch_compile"), "has no effect with torch_compile, which decides that itself."),
+        ],
+    )
+    vocab_parallel: str = option(
+        NEVER,
+        "Keep the rows of the output head on their ranks under FSDP2, and combine the loss over the ranks: auto where "
+        "that moves less than gathering the head; always; never.",
+        choices=[AUTO, ALWAYS, NEVER],
+    )
+
+
+QAT = on("qat")
+INT4, INT8, NVFP4 = "int4", "int8", "nvfp4"
+
+
+@dataclass
+class QatConfig:
+    """Quantisation-aware training.
+
+    Args:
+        qat: the format of torchao in which the linear layers will be used. Each step computes with the quantised
+            weights and moves the weights behind them, which are what is saved. "int4": groups of `qat_group_size`
+            inputs; "int8": a scale for each output; "nvfp4": groups of 16 with scales in fp8, emulated.
+        qat_group_size: see `qat`.
+    """
+
+    qat: str | None = option(
+        None,
+        "Compute each step with the linear layers' weights as torchao quantises them, and train the weights behind "
+        "them, which are what is saved.",
+        choices=[INT4, INT8, NVFP4],
+    )
+    qat_group_size: int = option(32, "Weights of an output that share a scale.", needs=equals("qat", INT4), ge=1)
+
+
+# They change weights while gradients are still being computed.
+UPDATING_IN_BACKWARD = (
+    "lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise",
+    "apollo_adamw_layerwise",
+)  # fmt: skip
+
+
+def updating_in_backward(args: Any) -> str | None:
+    """Return the name of the optimizer of TrainingArguments if it updates weights in its backward."""
+    optim = str(getattr(args.optim, "value", args.optim))
+    return optim if optim in UPDATING_IN_BACKWARD else None
+
+
+STOP, SKIP = "stop", "skip_step"
+POLICIES = (STOP, SKIP)
+
+
+@dataclass
+class NonFiniteConfig:
+    """The field of LigerConfig and LigerDistillConfig about numbers that are not finite.
+
+    Args:
+        on_non_finite: what is done about a loss, gradient norm, weight or teacher that is NaN or infinite: "stop", or
+            "skip_step", which leaves such steps out.
+    """
+
+    on_non_finite: str = option(
+        STOP,
+        "At a loss, gradient or weight that is NaN or infinite: stop, or skip_step, which leaves such steps out.",
+        choices=POLICIES,
+        conflicts=[
+            (
+                equals("on_non_finite", SKIP) & equals("optim", *UPDATING_IN_BACKWARD),
+                "skip_step leaves the optimizer's step out, but this optimizer updates weights in its backward; choose "
+                "another `optim`, or stop.",
+            )
+        ],
+    )
+
+
+def check_policy(policy: str) -> str:
+    """Return the policy. Raise ValueError for one that is not known."""
+    if policy not in POLICIES:
+        raise ValueError(f"on_non_finite must be one of {', '.join(POLICIES)}, got {policy!r}.")
+    return policy

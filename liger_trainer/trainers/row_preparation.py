@@ -1,0 +1,247 @@
+"""Rows as the trainers prepare them: checked and counted, for training, or without a model to train."""
+
+# transformers types its Trainer's model and args more loosely than they are once it is constructed:
+# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from datasets import Dataset
+from jinja2 import TemplateError
+from transformers import LlamaConfig, LlamaForCausalLM
+from trl.data_utils import get_dataset_column_names
+from trl.trainer.sft_trainer import SFTTrainer
+
+from ..common.signals import end_workers_with_this_process
+from ..errors import ConfigError, DataError
+from ..losses.model_parts import embedding_rows, head_rows, output_module
+from .chat_checks import check_chats, check_part, fit_arguments
+from .chat_rows import datasets_in_messages
+from .config import LigerDistillConfig
+from .message_marks import has_masked_messages, marked_template, template_for_training
+from .rows import RowFacts, count_rows, has_only_prompts
+from .token_ids import LargestIds, check_ids
+
+
+class RowPreparation:
+    """A trainer's rows: it checks and counts them, and leaves out those with nothing to learn, before TRL packs them.
+
+    Args:
+        trainer: before its `__init__`. While TRL prepares rows, it reads `chat_template` and `args` of it. Its method
+            `read_rows` is shown the rows of each dataset before they are cut.
+        call: the arguments of `SFTTrainer`. Their datasets are brought into the form of messages.
+
+    Attributes:
+        facts: counts of each dataset's rows; a stream has none.
+        largest_ids: the largest token id and label of each row, by dataset.
+    """
+
+    def __init__(self, trainer: Any, call: inspect.BoundArguments):
+        end_workers_with_this_process()
+        self._trainer = trainer
+        self.facts: dict[str, RowFacts] = {}
+        self.largest_ids: dict[str, LargestIds] = {}
+        check_names(call.arguments.get("eval_dataset"))
+        config: Any = call.arguments.get("args")
+        call.arguments.update(datasets_in_messages(call.arguments, config))
+        self._config = config
+        self._part: str | None = getattr(config, "supervised_part", None)
+        self._allow_unwritten: bool = getattr(config, "allow_unwritten_fields", False)
+        self._only_answers: bool = getattr(config, "assistant_only_loss", False)
+        if self._part is not None:
+            check_part(self._part, call.arguments["train_dataset"], config.completion_only_loss)
+
+    @contextmanager
+    def accepted(self) -> Iterator[None]:
+        """Within the context SFTTrainer accepts `assistant_only_loss` without marks in the chat template.
+
+        `supervised_part` finds the answers of any template, so the flag is off while SFTTrainer constructs itself.
+        """
+        switched = self._part is not None and self._only_answers
+        if switched:
+            self._config.assistant_only_loss = False
+        try:
+            yield
+        finally:
+            if switched:
+                self._config.assistant_only_loss = True
+
+    @contextmanager
+    def _marked_parts(self, dataset: Any, tokenizer: Any, args: Any) -> Iterator[None]:
+        """Have TRL learn what `supervised_part` and marks of messages say, by a chat template for this preparation."""
+        # tokens come again to be packed
+        if "input_ids" in get_dataset_column_names(dataset) or not (self._part or has_masked_messages(dataset)):
+            yield
+            return
+        trainer = self._trainer
+        if self._part is not None:
+            check_part(self._part, dataset, trainer.completion_only_loss)
+        before = trainer.chat_template, args.assistant_only_loss
+        template = trainer.chat_template if self._part is None else None
+        template = marked_template(template or template_for_training(tokenizer), self._part, self._only_answers)
+        trainer.chat_template, args.assistant_only_loss = template, True
+        try:
+            yield
+        finally:
+            trainer.chat_template, args.assistant_only_loss = before
+
+    def prepare(self, prepare, dataset, processing_class, args, packing, formatting_func, dataset_name) -> Any:
+        """Check chats, tokenize, leave out rows without a supervised token, then let TRL cut and pack the rest.
+
+        prepare: `_prepare_dataset` of TRL. The arguments are its.
+        """
+        if formatting_func is None and has_only_prompts(dataset):
+            raise DataError(
+                f"The {dataset_name} dataset has prompts and no completions, so there is nothing to learn from. Add "
+                "completions, or distil with lmbda=1.0 or seq_kd, by which they are sampled."
+            )
+        with self._marked_parts(dataset, processing_class, args):
+            if formatting_func is None:
+                dataset = self.check_chats(dataset, processing_class, dataset_name)
+            try:
+                return self._prepared(prepare, dataset, processing_class, args, packing, formatting_func, dataset_name)
+            except TemplateError as error:
+                raise DataError(
+                    f"The chat template refuses a row of the {dataset_name} dataset: {error.message}."
+                ) from error
+
+    def _prepared(self, prepare, dataset, processing_class, args, packing, formatting_func, dataset_name) -> Any:
+        if not isinstance(dataset, Dataset):
+            return prepare(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        # First only tokenized: rows can be counted only before they are cut, shuffled and packed. TRL reads what it
+        # does from args, so they are changed and put back.
+        max_length, shuffles = args.max_length, args.shuffle_dataset
+        args.max_length, args.shuffle_dataset = None, False
+        try:
+            tokenized: Any = prepare(dataset, processing_class, args, False, formatting_func, dataset_name)
+        finally:
+            args.max_length, args.shuffle_dataset = max_length, shuffles
+        self.largest_ids.setdefault(dataset_name, LargestIds.of(tokenized))
+        facts, places = count_rows(tokenized, *kept_length(args, packing))
+        kept = tokenized if len(places) == len(tokenized) else tokenized.select(places)
+        self.facts[dataset_name] = facts
+        self._trainer.read_rows(tokenized, kept, dataset_name, kept_tokens(args, packing))
+        if not len(kept):
+            raise DataError(
+                f"No row of the {dataset_name} dataset has a supervised token within max_length={max_length}: "
+                "every label is masked. Check the completions, the chat template's generation markers, or max_length."
+            )
+        prepared: Any = prepare(kept, processing_class, args, packing, formatting_func, dataset_name)
+        self.facts[dataset_name] = replace(facts, sequences=len(prepared))
+        return prepared
+
+    def check_chats(self, dataset: Any, tokenizer: Any, name: str) -> Any:
+        """Return rows whose tool calls are as the trainer's template writes them.
+
+        Raises:
+            DataError: a row of chat messages that the template cannot render, or not all of.
+        """
+        check_chats(
+            dataset, tokenizer, self._trainer.chat_template, f"row {{}} of the {name} dataset".format,
+            allow_unwritten=self._allow_unwritten,
+            only_answers=self._only_answers,
+        )  # fmt: skip
+        return fit_arguments(dataset, tokenizer, self._trainer.chat_template)
+
+    def check_ids(self, model: Any) -> None:
+        """Raise DataError where rows have token ids that a model does not have. Streams cannot be looked through."""
+        for name, rows in self.named_datasets().items():
+            # Those with skip_prepare_dataset did not pass through _prepare_dataset.
+            if name not in self.largest_ids and isinstance(rows, Dataset) and "input_ids" in rows.column_names:
+                self.largest_ids[name] = LargestIds.of(rows)
+        check_ids(self.largest_ids, "tokens", embedding_rows(model), "the model has")
+        if output_module(model) is not None:
+            check_ids(self.largest_ids, "labels", head_rows(model), "the model's head has")
+
+    def named_datasets(self) -> dict[str, Any]:
+        """Return the training rows as "train" and the evaluation datasets by their names, or as "eval"."""
+        train, tests = self._trainer.train_dataset, self._trainer.eval_dataset
+        tests = tests if isinstance(tests, Mapping) else {"eval": tests}
+        return {name: rows for name, rows in {"train": train, **tests}.items() if rows is not None}
+
+
+def check_names(eval_dataset: Any) -> None:
+    """Raise ConfigError for an evaluation dataset by the name that the training rows have, here and in the logs."""
+    if isinstance(eval_dataset, Mapping) and "train" in eval_dataset:
+        raise ConfigError(
+            "eval_dataset: 'train' is the name of the training rows; give this dataset another, such as 'seen'. To "
+            "evaluate on one split of a DatasetDict, pass that split."
+        )
+
+
+def kept_length(args: Any, packing: bool) -> tuple[int | None, str]:
+    """Return how many tokens of a row are kept, None for all, and whether "keep_start" or "keep_end"."""
+    # Packing by best fit cuts ends off, whatever truncation_mode says; the other ways of packing cut nothing off.
+    uncut = packing and args.packing_strategy != "bfd"
+    return None if uncut else args.max_length, "keep_start" if packing else args.truncation_mode
+
+
+def kept_tokens(args: Any, packing: bool) -> slice:
+    """Return which tokens of a row are kept."""
+    length, mode = kept_length(args, packing)
+    return slice(-length, None) if length is not None and mode == "keep_end" else slice(length)
+
+
+@dataclass(frozen=True)
+class PreparedRows:
+    """Datasets as the trainer prepares them, and the tokenizer as it leaves it."""
+
+    datasets: dict[str, Dataset]
+    tokenizer: Any
+    largest_ids: dict[str, LargestIds]
+
+
+class Preparation(SFTTrainer):
+    """The trainer's preparation of rows without its model. Rows do not depend on one, so a tiny one stands in."""
+
+    def __init__(self, args: LigerDistillConfig, **kwargs: Any):
+        sizes = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+        processing = kwargs["processing_class"]
+        vocabulary = max(getattr(processing, "tokenizer", processing).get_vocab().values()) + 1
+        special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        stand_in = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **dict.fromkeys(sizes.split(), 1), **special))
+        call = inspect.signature(SFTTrainer).bind(stand_in, args, **kwargs)
+        self.row_preparation = RowPreparation(self, call)
+        with self.row_preparation.accepted():
+            super().__init__(*call.args, **call.kwargs)
+
+    def _prepare_dataset(self, *rows: Any) -> Any:
+        return self.row_preparation.prepare(super()._prepare_dataset, *rows)
+
+    def read_rows(self, tokenized: Dataset, kept: Dataset, dataset_name: str, part: slice) -> None:
+        """See `LigerTrainer.read_rows`. Nobody reads them here."""
+
+
+def prepare_rows(
+    args: LigerDistillConfig, tokenizer: Any, train: Dataset, test: Dataset | dict[str, Dataset] | None = None
+) -> PreparedRows:
+    """Return what `LigerDistillTrainer` would make of these rows: template, masks, truncation, packing."""
+    args = _without_model(args)
+    args.output_dir = args.teacher_cache_dir  # the trainer makes the directory
+    trainer: Any = Preparation(args, train_dataset=train, eval_dataset=test, processing_class=tokenizer)
+    rows = trainer.row_preparation
+    return PreparedRows(rows.named_datasets(), trainer.processing_class, rows.largest_ids)
+
+
+def rows_for_reading(
+    args: LigerDistillConfig, dataset: Dataset, tokenizer: Any, formatting_func: Callable | None
+) -> Dataset:
+    """Return the rows as a model of another tokenizer than the student's reads them: whole, in order."""
+    args = _without_model(args)
+    args.packing, args.shuffle_dataset, args.max_length = False, False, None
+    args.chat_template_path = args.eos_token = args.pad_token = None  # these are the student's
+    trainer: Any = Preparation(
+        args, train_dataset=dataset, processing_class=copy.deepcopy(tokenizer), formatting_func=formatting_func
+    )
+    return trainer.train_dataset
+
+
+def _without_model(args: LigerDistillConfig) -> LigerDistillConfig:
+    """Return a copy of the arguments without those that are about the model."""
+    args = copy.copy(args)
+    args.model_init_kwargs, args.gradient_checkpointing, args.push_to_hub = None, False, False
+    return args

@@ -1,0 +1,158 @@
+"""What keeps the host ahead of the GPU in a training: decoder layers in CUDA graphs, and fewer walks over modules."""
+
+import contextlib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from ..common.console import announce
+from ..common.module_walks import without_walks
+from ..common.replacements import Replacements
+from ..errors import ConfigError
+from ..losses.spec import IGNORE_INDEX
+from ..patching.graphs.cuda_graphs import GraphedLayers
+from ..patching.graphs.layer_graphs import NotCapturable
+from ..patching.patcher import base_of
+from .options import ALWAYS, AUTO, NEVER
+
+PADDING = "padding_tokens"  # in a batch: how many tokens at its end are padding
+MOST_PADDING = 0.1  # of a full batch
+LENGTHS = 16  # of padded batches
+MEAN_DOCUMENT = 64  # tokens: with documents as long on average, or longer, their number is always the same
+_LENGTHS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
+_TOKENS = {"input_ids", "labels", "position_ids", "seq_idx"}
+
+
+@contextlib.contextmanager
+def reduce_host_work(trainer: Any) -> Iterator[None]:
+    """Within the context, which is one training, the host does less for each step.
+
+    Sets `trainer.graph_reports`: for each model what was done about CUDA graphs, in a line.
+
+    Raises:
+        ConfigError: cuda_graphs is "always", and something is against it.
+    """
+    replacements = Replacements()
+    graphed = _graphed(trainer, getattr(trainer.args, "cuda_graphs", AUTO))
+    for name, quick in without_walks(trainer.model).items():
+        replacements.set(trainer.model, name, types.MethodType(quick, trainer.model))
+    if "student" in graphed and not getattr(trainer.args, "samples", False):
+        pad_to_few_shapes(trainer, replacements)
+    try:
+        yield
+    finally:
+        for name, layers in graphed.items():
+            trainer.graph_reports[name] = layers.report
+            layers.undo()
+        replacements.undo()
+
+
+def _graphed(trainer: Any, wanted: str) -> dict[str, GraphedLayers]:
+    """Return, by the models' names, their layers in graphs."""
+    trainer.graph_reports = {}
+    if wanted == NEVER or trainer.args.device.type != "cuda" and wanted == AUTO:
+        return {}
+    graphed: dict[str, GraphedLayers] = {}
+    for name, model in {"student": base_of(trainer.model), **trainer.frozen_models()}.items():
+        try:
+            reason = _why_no_graphs(trainer, wanted)
+            if reason is not None:
+                raise NotCapturable(reason)
+            graphed[name] = GraphedLayers(model, name, trained=name == "student", always=wanted == ALWAYS)
+        except NotCapturable as error:
+            if wanted == ALWAYS:
+                for layers in graphed.values():
+                    layers.undo()
+                raise ConfigError(f"cuda_graphs: always does not go with this training: {error}.") from None
+            trainer.graph_reports[name] = f"CUDA graphs: none for the {name}: {error}"
+            announce(trainer.graph_reports[name])
+    return graphed
+
+
+def _why_no_graphs(trainer: Any, wanted: str) -> str | None:
+    """Return why a training cannot have its layers in graphs, None if nothing is known against it."""
+    args = trainer.args
+    reasons = {
+        f"the device is {args.device.type}": args.device.type != "cuda",
+        "FSDP moves weights": trainer.is_fsdp_enabled,
+        "DeepSpeed moves weights": trainer.is_deepspeed_enabled,
+        "tensor parallelism splits layers": trainer.get_tp_size() > 1,
+        "several processes have not been measured": wanted == AUTO and trainer.accelerator.num_processes > 1,
+        "torch_compile has graphs of its own": args.torch_compile,
+        "activation_offloading moves what layers keep": getattr(args, "activation_offloading", False),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+# A graph is recorded for a shape, so batches get few shapes: packed rows one, padded rows sixteen.
+
+
+def pad_to_few_shapes(trainer: Any, replacements: Replacements) -> None:
+    """Have TRL's collator make batches of few shapes, where rows have a greatest length that can be divided.
+
+    No row becomes longer than that: a model may know no more positions. The collator is changed where it is called,
+    since others around it add what a teacher knows to the batch that it lays out.
+    """
+    args, owner, name = trainer.args, trainer, "data_collator"
+    while hasattr(getattr(owner, name), "collator"):
+        owner, name = getattr(owner, name), "collator"
+    collator = getattr(owner, name)
+    if not args.max_length or type(collator) is not DataCollatorForLanguageModeling:
+        return
+    if args.packing and trainer.padding_free:
+        if trainer.aux_loss_enabled:  # which would count the padding
+            return
+        tokens = args.per_device_train_batch_size * args.max_length
+        replacements.set(owner, name, FixedShapes(collator, tokens, args.max_length, collator.pad_token_id))
+    elif not trainer.padding_free and collator.pad_to_multiple_of is None and args.max_length % (8 * LENGTHS) == 0:
+        replacements.set(collator, "pad_to_multiple_of", args.max_length // LENGTHS)
+
+
+@dataclass
+class FixedShapes:
+    """A collator around that of packed rows. It fills the flat row up, behind its last document.
+
+    What is behind a document is not seen by it, and has no labels. Documents of no tokens make up their number.
+
+    Args:
+        collator: TRL's, which lays the documents of a batch end to end.
+        tokens: of a full batch.
+        longest: tokens of the longest document.
+        pad_token_id: what the row is filled with.
+    """
+
+    collator: Any
+    tokens: int
+    longest: int
+    pad_token_id: int
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.collator(rows)
+        tensors = {name for name, value in batch.items() if isinstance(value, Tensor)}
+        if tensors != {*_TOKENS, *_LENGTHS}:  # such as a teacher's answers to each token
+            return batch
+        missing = self.tokens - batch["input_ids"].shape[1]
+        too_long = batch["max_length_q"] > self.longest  # a document of rows that the trainer has not prepared
+        if too_long or not 0 <= missing <= min(MOST_PADDING * self.tokens, self.longest):
+            return batch
+        ends: Tensor = batch["cu_seq_lens_q"].clone()
+        last = int(ends[-1] - ends[-2])
+        # a document of padding where the last one would become too long
+        of_its_own = [] if last + missing <= self.longest else [int(ends[-1])]
+        after = torch.arange(missing) if of_its_own else torch.arange(last, last + missing)
+        index = batch["seq_idx"][0, -1] + bool(of_its_own)
+        filling = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "position_ids": after, "seq_idx": index}
+        for name, value in filling.items():
+            there = batch[name]
+            more = torch.as_tensor(value, dtype=there.dtype).expand(1, missing)
+            batch[name] = torch.cat([there, more], 1)
+        known = torch.cat([ends[:-1], ends.new_tensor(of_its_own)])
+        step = max(16, self.tokens // MEAN_DOCUMENT)
+        count = -(-len(known) // step) * step + 1
+        ends = torch.cat([known, ends.new_full((count - len(known),), self.tokens)])
+        return batch | dict.fromkeys(_LENGTHS, ends) | dict.fromkeys(_LONGEST, self.longest) | {PADDING: missing}
