@@ -1,21 +1,21 @@
 """Who trains in `benchmarks.trainer_step`, and how each one's trainer is made: with everything else equal.
 
+To measure another library, add a `Provider` to PROVIDERS and a function to TRAINERS that makes its trainer.
 Liger-Kernel is switched on by `use_liger_kernel=True`, which transformers still serves: it patches the model's layers
-when training starts, and TRL keeps its own fused head. A teacher has no such switch: its layers are patched by hand.
+when training starts, and TRL keeps its own fused head. A teacher has no such switch: its layers are patched here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from .shapes import config_of, random_model
-from .trainer_cases import PAD, SPECIAL, Case, length_of, make_tokenizer
-from .workers import apply_liger
+from .shapes import ImageCollator, config_of, random_model
+from .trainer_cases import END, PAD, SPECIAL, Case, length_of, make_tokenizer, text_of
 
 NEVER = 10**6  # steps
 STUDENT, TEACHER = 0, 1  # seeds of their weights
@@ -30,6 +30,7 @@ class Provider:
         trainer: a key of TRAINERS.
         options: of the trainer's configuration, beside those that all share.
         needs: modules that must be installed, with the name of their package.
+        enables: whether `liger_trainer.enable()` is called first.
     """
 
     name: str
@@ -37,10 +38,15 @@ class Provider:
     trainer: str
     options: Mapping[str, Any] = field(default_factory=dict)
     needs: Mapping[str, str] = field(default_factory=dict)
+    enables: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name.startswith("ours")
 
     @property
     def uses_liger(self) -> bool:
-        return bool(self.options.get("use_liger_kernel"))
+        return bool(self.options.get("use_liger_kernel")) and not self.enables
 
     @property
     def compiles(self) -> bool:
@@ -72,16 +78,30 @@ PROVIDERS: dict[str, tuple[Provider, ...]] = {
         Provider("gkd_compiled", "TRL GKDTrainer + torch_compile", "gkd", **COMPILED),
         Provider("ours", "LigerDistillTrainer", "ours"),
     ),
-}
+    **{
+        method: (
+            Provider(REFERENCE, f"TRL {method}Trainer", trainer),
+            Provider("ours", f"TRL {method}Trainer, enable()", trainer, enables=True),
+            Provider(
+                "ours_layers", f"TRL {method}Trainer, enable(), our layers", trainer, {"use_liger_kernel": True},
+                enables=True,
+            ),
+        )
+        for method, trainer in (("DPO", "dpo"), ("GRPO", "grpo"))
+    },
+}  # fmt: skip
 
 
 def variant(options: Mapping[str, Any]) -> dict[str, Provider]:
-    """Return our trainers with further options, by kind of training."""
+    """Return ours with further options, by kind of training."""
     name = ",".join(
         f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()
     )
-    titles = {"SFT": "LigerTrainer", "KD": "LigerDistillTrainer"}
-    return {kind: Provider(f"ours:{name}", f"{title}, {name}", "ours", dict(options)) for kind, title in titles.items()}
+    ours = {kind: next(p for p in providers if p.name == "ours") for kind, providers in PROVIDERS.items()}
+    return {
+        kind: replace(p, name=f"ours:{name}", title=f"{p.title}, {name}", options={**p.options, **options})
+        for kind, p in ours.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -110,7 +130,9 @@ class Run:
         assert self.case.teacher
         teacher = self.random(self.case.teacher, TEACHER).requires_grad_(False).eval()
         if self.provider.uses_liger:
-            apply_liger(teacher)
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+            _apply_liger_kernel_to_instance(model=teacher)
         return teacher
 
     def random(self, shape: str, seed: int) -> Any:
@@ -144,12 +166,12 @@ def prepare(
 
     inputs: dict[str, Any] = {
         "train_dataset": Dataset.from_dict({"input_ids": rows}),
-        "processing_class": make_tokenizer(config_of(case.shape, tiny).vocab_size),
+        "processing_class": make_tokenizer(config_of(case.shape, tiny).get_text_config().vocab_size),
     }
     if case.lora_dropout is not None and provider.trainer != "unsloth":
         from peft import LoraConfig
 
-        inputs["peft_config"] = LoraConfig(**lora_options(case), target_modules="all-linear", task_type="CAUSAL_LM")
+        inputs["peft_config"] = LoraConfig(**lora_options(case), **_targets(case), task_type="CAUSAL_LM")
     options = {
         "output_dir": folder, "per_device_train_batch_size": case.rows, "max_steps": steps, "bf16": not tiny,
         "use_cpu": device == "cpu", "learning_rate": case.learning_rate(tiny), **case.schedule,
@@ -157,11 +179,24 @@ def prepare(
         "save_strategy": "no", "logging_steps": NEVER, "disable_tqdm": True, "seed": 7, "data_seed": 7,
         **provider.options,
     }  # fmt: skip
+    if case.layout == "image":  # what a processor makes of a row takes the host's time, the same for all
+        inputs["data_collator"] = ImageCollator(case.shape, tiny, case.rows)
+        options |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
     return Run(case, provider, tiny, device, folder, options, inputs)
 
 
 def lora_options(case: Case) -> dict[str, Any]:
     return {"r": 16, "lora_alpha": 32, "lora_dropout": case.lora_dropout}
+
+
+def _targets(case: Case) -> dict[str, Any]:
+    """Return which weights get adapters: all linear layers, of the text alone where there are images."""
+    targets: dict[str, Any] = {"target_modules": "all-linear"}
+    if case.experts:
+        targets["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+    if case.layout == "image":
+        targets["exclude_modules"] = r".*(visual|vision_tower|multi_modal_projector).*"
+    return targets
 
 
 def _rows_options(run: Run) -> dict[str, Any]:
@@ -224,6 +259,47 @@ def make_distillation(run: Run) -> Any:
     return OnRows(run.student(), teacher_model=run.teacher(), args=args, **inputs)
 
 
+def make_dpo(run: Run) -> Any:
+    """Pairs that share their first quarter; the rejected answer is the chosen one backwards."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    prompt = length_of(run.case, run.tiny) // 4
+    rows = [(row[:prompt], row[prompt:]) for row in run.inputs["train_dataset"]["input_ids"]]
+    data = {
+        "prompt": [text_of(prompt) for prompt, _ in rows],
+        "chosen": [f" {text_of(answer)}" for _, answer in rows],
+        "rejected": [f" {text_of(answer[::-1])}" for _, answer in rows],
+    }
+    inputs = {**run.inputs, "train_dataset": Dataset.from_dict(data)}
+    reference = None if "peft_config" in inputs else run.random(run.case.shape, TEACHER).eval()
+    args = DPOConfig(**run.options, max_length=None)
+    return DPOTrainer(run.student(), ref_model=reference, args=args, **inputs)
+
+
+def make_grpo(run: Run) -> Any:
+    """Prompts of a fifth of a row, and completions of the rest, which are sampled once, before the first step."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    length = length_of(run.case, run.tiny)
+    prompt = length // 5
+    prompts = [text_of(row[:prompt]) for row in run.inputs["train_dataset"]["input_ids"]]
+    args = GRPOConfig(
+        **run.options, num_generations=8, steps_per_generation=run.options["max_steps"], shuffle_dataset=False,
+        max_completion_length=length - prompt, generation_kwargs={"min_new_tokens": length - prompt}, temperature=0.9,
+        beta=0.0,
+    )  # fmt: skip
+    model = run.student()
+    model.generation_config.update(pad_token_id=PAD, eos_token_id=END)
+    inputs = {**run.inputs, "train_dataset": Dataset.from_dict({"prompt": prompts})}
+    return GRPOTrainer(model, reward_funcs=reward, args=args, **inputs)
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(sum(ids) % 97) for ids in completion_ids]
+
+
 def make_unsloth(run: Run) -> Any:
     """TRL's SFTTrainer as Unsloth changes it, which wants to be imported first."""
     from trl import SFTConfig, SFTTrainer
@@ -242,5 +318,6 @@ def make_unsloth(run: Run) -> Any:
 
 
 TRAINERS: dict[str, Callable[[Run], Any]] = {
-    "sft": make_sft, "ours": make_ours, "gkd": make_gkd, "distillation": make_distillation, "unsloth": make_unsloth,
+    "sft": make_sft, "ours": make_ours, "gkd": make_gkd, "distillation": make_distillation, "dpo": make_dpo,
+    "grpo": make_grpo, "unsloth": make_unsloth,
 }  # fmt: skip

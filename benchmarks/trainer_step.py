@@ -30,17 +30,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .choose import matching
-from .crew import context_for
 from .measure import Spread
-from .processes import Provider as Process
-from .processes import say
+from .processes import Process, context_for, say
 from .report import join_versions, provenance, slug, table, without_output, write
-from .trainer_cases import CASES, MEAN_LENGTH, PLAN, TINY_PLAN, Case
+from .trainer_cases import CASES, LOSS_TOLERANCE, MEAN_LENGTH, NORM_TOLERANCE, PLAN, TINY_PLAN, Case
 from .trainer_providers import PROVIDERS, REFERENCE, Provider, variant
 from .trainer_worker import Measured, TrainerWorker
 
-LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 0.02  # relative to the plain trainer's first loss, first gradient norm
 LEAST_FALL = 0.005  # of the plain trainer's loss: one that does not fall shows nothing
+LEAST_LOSS = 0.05  # to which distances are related: GRPO's loss may be 0
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "liger-kernel", "unsloth", "bitsandbytes")
 AHEAD = 12  # processes that import at a time, before the first of them has its turn
 TINY_CASES, TINY_PROVIDERS = "sft-qwen3-0.6b-packed,kd-qwen3-0.6b", f"{REFERENCE},ours"
@@ -52,8 +50,8 @@ WHAT = (
     "something ran on the GPU, traced on {traced} further steps. Wall / busy: of steps with the same work. Tokens/s: "
     "real ones, with padding in brackets. MiB: the most that the process held, and that above the weights. Gaps: the "
     "largest distance of a step's loss from that of TRL's plain trainer, over its first loss, and the relative "
-    "distance of the first gradient norm; a row above {loss_tolerance:g} or {norm_tolerance:g} is refused. Bold: the "
-    "best of a column."
+    "distance of the first gradient norm; a row above {loss_tolerance:g} or {norm_tolerance:g} is refused (DPO and "
+    "GRPO: 0.05). Bold: the best of a column."
 )
 HEADS = (
     "ms", "of ours: time", "busy, ms", "kernels", "wall / busy", "tokens/s", "MiB", "above weights",
@@ -101,15 +99,17 @@ def judge(row: Row, reference: Row) -> None:
         row.failure = f"nothing to compare with: {reference.provider.title} failed"
         return
     got, want = row.measured, reference.measured
-    row.loss_gap = _largest(abs(a - b) / want.losses[0] for a, b in zip(got.losses, want.losses, strict=True))
+    first = max(abs(want.losses[0]), LEAST_LOSS)
+    row.loss_gap = _largest(abs(a - b) / first for a, b in zip(got.losses, want.losses, strict=True))
     row.norm_gap = abs(got.norms[0] / want.norms[0] - 1)
-    if not min(want.losses) <= (1 - LEAST_FALL) * want.losses[0]:
+    loss_tolerance, norm_tolerance = row.case.tolerances
+    if not row.case.method and not min(want.losses) <= (1 - LEAST_FALL) * want.losses[0]:
         row.failure = f"nothing is compared: the plain loss goes from {want.losses[0]:.4f} to {want.losses[-1]:.4f}"
     elif [tuple(rows) for rows in got.rows] != [tuple(rows) for rows in want.rows]:
         row.failure = "it trained on other rows, or in another order"
-    elif not row.loss_gap <= LOSS_TOLERANCE:
+    elif not row.loss_gap <= loss_tolerance:
         row.failure = f"refused: its loss is up to {row.loss_gap:.1%} from the plain trainer's"
-    elif not row.norm_gap <= NORM_TOLERANCE:
+    elif not row.norm_gap <= norm_tolerance:
         row.failure = f"refused: its first gradient norm is {row.norm_gap:.1%} from the plain trainer's"
 
 
@@ -271,7 +271,7 @@ def report(
             shown = [row for row in rows if row in finished]
             write(path, {"header": header, "results": [row.data() for row in shown]}, markdown(header, shown))
     print(markdown(header, rows))
-    return int(any(row.started and row.failure and row.provider.trainer == "ours" for row in rows))
+    return int(any(row.started and row.failure and row.provider.is_ours for row in rows))
 
 
 def new_parser(module: str, doc: str | None, time_limit: float, row_limit: float) -> argparse.ArgumentParser:
