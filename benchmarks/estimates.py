@@ -1,301 +1,251 @@
-"""The memory that `liger-trainer estimate` predicts for a run, beside what the run takes.
+"""The memory that `liger-trainer estimate` predicts for a training, and the memory that the training takes.
 
     python -m benchmarks.estimates --output DIR       # on a GPU: DIR/estimates.json and .md
     python -m benchmarks.estimates --tiny             # small enough for a CPU: does it still work
 
-Each point is a configuration with rows of token ids, all of full length, and a model of a known shape with random
-weights. A worker estimates it, trains it for three steps with the trainer of its recipe, and reads
-`torch.cuda.max_memory_allocated` after each part of a step, so that a wrong part shows. JOBS workers, each a process,
-share the device: a peak does not depend on what others do.
+Each point is a case of the trainers' harness with rows of full length and trained weights in fp32. A worker simulates
+a step of it, trains it for three steps, and reads `torch.cuda.max_memory_allocated` after each part of a step, so that
+a wrong part shows. Several workers share the device, each in a process: a peak does not depend on what others do.
+Exit code 1: a point failed, or the estimate is off by more than BOUND.
 """
+
+from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import itertools
-import json
 import multiprocessing
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from .report import provenance, write
-from .shapes import config_of
+from .measure import MIB, explain, release_memory
+from .report import provenance, table, write
+from .trainer_cases import Case, Plan, length_of, make_rows
+from .trainer_providers import PROVIDERS, TRAINERS, lora_options, prepare
 
-MIB = 2**20
 JOBS, STEPS, BOUND = 3, 3, 0.1
-LENGTH = 1024
-SHAPES = ("Qwen3-0.6B", "Llama-3.2-1B")
-RUNS: dict[str, dict[str, Any]] = {
-    "SFT full": {},
-    "SFT LoRA": {"use_peft": True},
-    "distil full": {"teacher_model_name_or_path": "model"},
-    "distil LoRA": {"teacher_model_name_or_path": "model", "use_peft": True},
-}
-LORA = {"dtype": "bfloat16", "lora_r": 16, "lora_target_modules": "all-linear", "lora_dropout": 0.0}
+LENGTH, SHAPES = 1024, ("Qwen3-0.6B", "Llama-3.2-1B")
+PHASES = ("forward", "backward", "optimizer")
 
 
-@dataclass(frozen=True)
-class Point:
-    shape: str
-    run: str
-    rows: int
-    checkpointing: bool = False
-
-    def settings(self, tiny: bool) -> dict[str, Any]:
-        """The configuration. The model is in the folder `model`, the rows are in rows.jsonl."""
-        adapted = LORA if RUNS[self.run].get("use_peft") else {}
-        return {
-            "model_name_or_path": "model", "dataset_name": "rows.jsonl", "max_length": None, "max_steps": STEPS,
-            "per_device_train_batch_size": self.rows, "gradient_checkpointing": self.checkpointing,
-            "bf16": not tiny, "use_cpu": tiny, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
-            "output_dir": "out", **adapted, **RUNS[self.run],
-        }  # fmt: skip
+def points(tiny: bool) -> list[Case]:
+    """Return two shapes, four ways to train, two batch sizes; and the larger batch with gradient checkpointing."""
+    plan, found = Plan(0, STEPS, 0), []
+    for shape, teaches, adapted in itertools.product(SHAPES, (False, True), (False, True)):
+        name = f"{'distil' if teaches else 'SFT'} {'LoRA' if adapted else 'full'}"
+        how: dict[str, Any] = {"teacher": shape if teaches else None, "lora_dropout": 0.0 if adapted else None}
+        for rows in (1, 2) if tiny else (2, 8):
+            found.append(Case(name, shape, rows, LENGTH, **how, fp32=True, plan=plan))
+        if not teaches:
+            found.append(replace(found[-1], checkpointing=True))
+    return found
 
 
-def points(tiny: bool) -> list[Point]:
-    """Two shapes, four ways to train, two batch sizes; and the larger batch with gradient checkpointing."""
-    sizes = (1, 2) if tiny else (2, 8)
-    plain = [Point(shape, run, rows) for shape in SHAPES for run in RUNS for rows in sizes]
-    return plain + [Point(shape, run, sizes[1], True) for shape in SHAPES for run in ("SFT full", "SFT LoRA")]
+# The estimate
+
+
+def run_config(case: Case, tiny: bool, gpus: int = 1) -> Any:
+    """Return what our trainers are given in a case, as a configuration; its models are in `simulated`'s folder."""
+    from liger_trainer.config.run_config import check_text
+
+    settings: dict[str, Any] = {
+        "model_name_or_path": "model", "dataset_name": "rows.jsonl", "max_length": length_of(case, tiny),
+        "max_steps": 1, "per_device_train_batch_size": case.rows, "gradient_checkpointing": case.checkpointing,
+        "optim": "adamw_torch_fused", "bf16": not tiny, "use_cpu": tiny, "report_to": "none", "output_dir": "out",
+    }  # fmt: skip
+    if case.teacher:
+        settings["teacher_model_name_or_path"] = "teacher"
+    if case.lora_dropout is not None:
+        settings |= {f"lora_{key.removeprefix('lora_')}": value for key, value in lora_options(case).items()}
+        settings |= {"use_peft": True, "lora_target_modules": "all-linear", "dtype": "float32" if tiny else "bfloat16"}
+    if gpus > 1:
+        settings |= {"accelerate_config": "fsdp2", "num_processes": gpus}
+    return check_text(yaml.safe_dump(settings), "case.yaml")
+
+
+@contextlib.contextmanager
+def simulated(case: Case, tiny: bool) -> Iterator[Any]:
+    """Within, the current folder has the models' configurations; gives the memory of a step on one GPU."""
+    from liger_trainer.tools.estimate.simulate import simulate
+    from liger_trainer.tools.estimate.step_spec import step_spec
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        case.config(tiny).save_pretrained("model")
+        if case.teacher:
+            case.config(tiny, teacher=True).save_pretrained("teacher")
+        spec = step_spec(run_config(case, tiny), length_of(case, tiny), padded=False, bf16=not tiny)
+        memory = simulate(spec)
+        yield _halfway(memory, simulate(replace(spec, checkpointing=None))) if case.selective else memory
+
+
+def _halfway(memory: Any, other: Any) -> Any:
+    """Return the memory of selective checkpointing: halfway between all layers and none."""
+    from liger_trainer.tools.estimate.memory_tracker import Peak
+
+    peaks = {}
+    for phase, peak in memory.peaks.items():
+        parts = Counter(peak.parts) + Counter(other.peaks[phase].parts)
+        half = Counter({part: size // 2 for part, size in parts.items()})
+        peaks[phase] = Peak(half.total(), half)
+    return replace(memory, peaks=peaks)
+
+
+# A point, in a worker
 
 
 @dataclass
 class Result:
     """MiB. Peaks are of parts of a step; `loaded` is what is allocated before the first."""
 
-    point: Point
+    point: Case
     estimated: float = 0.0
     estimated_peaks: dict[str, float] = field(default_factory=dict)
     estimated_parts: dict[str, float] = field(default_factory=dict)
     measured: float | None = None
     measured_peaks: dict[str, float] = field(default_factory=dict)
     loaded: float | None = None
-    after: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
     failure: str | None = None
 
     @property
     def error(self) -> float | None:
-        return None if not self.measured else self.estimated / self.measured - 1
+        return self.estimated / self.measured - 1 if self.measured else None
 
 
-# In a worker
+def run_point(point: Case, tiny: bool) -> Result:
+    """Estimate a training, then train it."""
+    from liger_trainer.tools.estimate.estimator import LIBRARIES, highest
+    from liger_trainer.tools.estimate.sharding import Sharding
 
-
-def measure(point: Point, tiny: bool) -> Result:
-    """Run a point in a folder of its own."""
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        try:
-            result = run_point(point, tiny)
-        except Exception as error:  # the others are measured all the same
-            result = Result(point, failure=f"{type(error).__name__}: {error}"[:300])
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    result.seconds = round(time.monotonic() - started, 1)
+    result = Result(point)
+    try:
+        with simulated(point, tiny) as memory:
+            _, peak = highest(memory, Sharding())
+            peaks = {phase: (of.bytes + LIBRARIES[1]) / MIB for phase, of in memory.peaks.items()}
+        result.estimated = peak.bytes / MIB
+        result.estimated_parts = {part: size / MIB for part, size in peak.parts.most_common() if size}
+        forward = max(peaks.pop(phase, 0.0) for phase in ("teacher", "forward", "loss"))
+        result.estimated_peaks = {"forward": forward, **{phase: peaks[phase] for phase in PHASES[1:]}}
+        train(result, tiny)
+    except Exception as error:  # the others are measured all the same
+        result.failure = explain(error)
+    release_memory()
     print(point, result.estimated, result.measured, result.failure or "", file=sys.stderr, flush=True)
     return result
 
 
-def run_point(point: Point, tiny: bool) -> Result:
-    """Estimate it, then train it in the current folder."""
-    from liger_trainer.config.run_config import check_text
-    from liger_trainer.tools.estimate.estimator import LIBRARIES, estimate
+def train(result: Result, tiny: bool) -> None:
+    """Train and note, where there is a GPU, what was allocated at most in each part of a step."""
+    case = result.point
+    device = "cuda" if torch.cuda.is_available() and not tiny else "cpu"
+    base = torch.cuda.memory_allocated() / MIB if device == "cuda" else 0.0  # left by the point before
+    ours = next(provider for provider in PROVIDERS[case.kind] if provider.name == "ours")
+    with tempfile.TemporaryDirectory() as folder:
+        rows = make_rows(case, case.plan, tiny)
+        trainer = TRAINERS[ours.trainer](prepare(case, ours, tiny, device, folder, rows, STEPS))
+        forward, step = trainer.compute_loss, trainer.training_step
 
-    _write_files(point, tiny)
-    config = check_text(yaml.safe_dump(point.settings(tiny)), "point.yaml")
-    Path("point.yaml").write_text(yaml.safe_dump(point.settings(tiny)))
-    prediction, result = estimate(config, None), Result(point)
-    extra = LIBRARIES[1] / MIB
-    before_backward = max(prediction.peaks_mib.get(phase, 0.0) for phase in ("teacher", "forward", "loss"))
-    result.estimated, result.estimated_parts = prediction.peak_mib, prediction.parts_mib
-    result.estimated_peaks = {
-        "forward": before_backward + extra,
-        "backward": prediction.peaks_mib["backward"] + extra,
-        "optimizer": prediction.peaks_mib["optimizer"] + extra,
-    }
-    memory = Memory(torch.cuda.is_available() and not tiny)
-    _train(config, memory)
-    result.measured, result.measured_peaks = memory.peak, memory.peaks
-    result.loaded, result.after = memory.loaded, memory.after
-    return result
+        def end(part: str) -> None:
+            if device == "cuda":
+                torch.cuda.synchronize()
+                peak = torch.cuda.max_memory_allocated() / MIB - base
+                result.measured_peaks[part] = max(result.measured_peaks.get(part, 0.0), peak)
+                torch.cuda.reset_peak_memory_stats()
 
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            end("optimizer")  # of the step before
+            loss = forward(*args, **kwargs)
+            end("forward")
+            return loss
 
-def _write_files(point: Point, tiny: bool) -> None:
-    """A model's configuration and a tokenizer of as many words, and rows that are all of full length."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            loss = step(*args, **kwargs)
+            end("backward")
+            return loss
 
-    config = config_of(point.shape, tiny, bos_token_id=None, eos_token_id=1, pad_token_id=0)
-    config.save_pretrained("model")
-    vocab, length = config.vocab_size, 64 if tiny else LENGTH
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained("model")
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(2, vocab, (point.rows * STEPS * 2, length), generator=generator).tolist()
-    Path("rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids))
-
-
-class Memory:
-    """Peaks of the parts of a step: what was allocated at most since the part before."""
-
-    def __init__(self, on_gpu: bool):
-        self.on_gpu = on_gpu
-        self.peaks: dict[str, float] = {}
-        self.after: dict[str, float] = {}
-        self.loaded: float | None = None
-        self.base = torch.cuda.memory_allocated() / MIB if on_gpu else 0.0  # left of the point before
-
-    @property
-    def peak(self) -> float | None:
-        return max(self.peaks.values()) if self.peaks else None
-
-    def start(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-            self.loaded = torch.cuda.memory_allocated() / MIB - self.base
+        trainer.compute_loss, trainer.training_step = compute_loss, training_step
+        if device == "cuda":
+            result.loaded = torch.cuda.memory_allocated() / MIB - base
             torch.cuda.reset_peak_memory_stats()
-
-    def end(self, part: str) -> None:
-        if not self.on_gpu:
-            return
-        torch.cuda.synchronize()
-        self.peaks[part] = max(self.peaks.get(part, 0.0), torch.cuda.max_memory_allocated() / MIB - self.base)
-        self.after[part] = torch.cuda.memory_allocated() / MIB - self.base
-        torch.cuda.reset_peak_memory_stats()
+        trainer.train()
+        end("optimizer")
+    result.measured = max(result.measured_peaks.values(), default=None)
 
 
-def _train(config: Any, memory: Memory) -> None:
-    trainer = _trainer(config)
-    forward, step = trainer.compute_loss, trainer.training_step
-
-    def compute_loss(*args: Any, **kwargs: Any) -> Any:
-        memory.end("optimizer")  # of the step before
-        loss = forward(*args, **kwargs)
-        memory.end("forward")
-        return loss
-
-    def training_step(*args: Any, **kwargs: Any) -> Any:
-        loss = step(*args, **kwargs)
-        memory.end("backward")
-        return loss
-
-    trainer.compute_loss, trainer.training_step = compute_loss, training_step
-    memory.start()
-    trainer.train()
-    memory.end("optimizer")
-
-
-def _trainer(config: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from trl import get_peft_config
-
-    from liger_trainer import LigerDistillTrainer, LigerTrainer
-    from liger_trainer.run.data.datasets import load_run_datasets
-    from liger_trainer.run.models import open_model
-
-    def random(dtype: torch.dtype) -> Any:
-        with torch.device("cuda" if args.device.type == "cuda" else "cpu"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("model"), dtype=dtype)
-
-    args, data = config.training_args(), load_run_datasets(config)
-    tokenizer = open_model(config, "model_name_or_path").tokenizer
-    common = {
-        "args": args, "train_dataset": data.train, "processing_class": tokenizer,
-        "peft_config": get_peft_config(config.model_args()),
-    }  # fmt: skip
-    student = random(getattr(torch, config["dtype"]))
-    if config.recipe == "sft":
-        return LigerTrainer(student, **common)
-    return LigerDistillTrainer(student, teacher_model=random(torch.bfloat16 if args.bf16 else torch.float32), **common)
-
-
-# In the parent
-
-
-def in_turns(chosen: Sequence[Point]) -> list[Point]:
-    """A large one, a small one, the next large one, ...: so that what runs at a time fits."""
-    ordered = sorted(chosen, key=lambda p: (p.checkpointing, "full" not in p.run, -p.rows, "Llama" not in p.shape))
-    small = ordered[len(ordered) // 2 :][::-1]
-    return [p for pair in itertools.zip_longest(ordered[: len(ordered) // 2], small) for p in pair if p is not None]
+# The page
 
 
 def markdown(header: dict[str, Any], results: Sequence[Result]) -> str:
     lines = [
-        "# Memory, estimated and measured",
-        "",
-        f"{header['device']}, {header['date']}, commit {header['commit']}. `liger-trainer estimate` beside "
+        "# Memory, estimated and measured", "",
+        f"{header['device']}, {header['date']}, commit {header['commit']}. `liger-trainer estimate` and "
         "`torch.cuda.max_memory_allocated`",
-        f"of {STEPS} steps with rows of {LENGTH} tokens, bf16 autocast, sdpa, AdamW; weights in fp32, but in bf16",
+        f"of {STEPS} steps with rows of {LENGTH} tokens, bf16 autocast, sdpa, fused AdamW; weights in fp32, in bf16",
         "under LoRA (rank 16, all linear layers) and of the teacher, which has the student's shape. MiB. Peaks: in the",
-        "forward with the loss, in the backward, in the optimizer's step.",
-        "",
-        "| model | run | rows | checkpointing | estimated | measured | error | peaks estimated | peaks measured |",
-        "|---|---|---:|---|---:|---:|---:|---|---|",
-    ]
-    for r in results:
-        cells = [r.point.shape, r.point.run, str(r.point.rows), "yes" if r.point.checkpointing else "no"]
-        if r.failure:
-            lines.append(f"| {' | '.join(cells)} | failed: {r.failure} | | | | |")
-            continue
-        error = "" if r.error is None else f"{r.error:+.1%}"
-        measured = "" if r.measured is None else f"{r.measured:,.0f}"
-        peaks = (" / ".join(f"{p:,.0f}" for p in of.values()) for of in (r.estimated_peaks, _ordered(r.measured_peaks)))
-        lines.append(f"| {' | '.join([*cells, f'{r.estimated:,.0f}', measured, error, *peaks])} |")
-    errors = [abs(r.error) for r in results if r.error is not None]
-    if errors:
-        lines += ["", f"Largest error: {max(errors):.1%} of {len(errors)} points."]
+        "forward with the loss, in the backward, in the optimizer's step.", "",
+    ]  # fmt: skip
+    heads = ("model", "run", "rows", "checkpointing", "estimated", "measured", "error", "peaks estimated",
+             "peaks measured")  # fmt: skip
+    lines += table(heads, map(_cells, results))
+    errors = [abs(result.error) for result in results if result.error is not None]
+    lines += ["", f"Largest error: {max(errors):.1%} of {len(errors)} points."] if errors else []
     lines += ["", "## Parts of the estimates", ""]
-    for r in results:
-        allocated = (
-            ""
-            if r.loaded is None
-            else f"; measured before the first step {r.loaded:,.0f}, after "
-            + ", ".join(f"{part} {size:,.0f}" for part, size in r.after.items())
-        )
-        parts = ", ".join(f"{part} {size:,.0f}" for part, size in r.estimated_parts.items())
-        name = f"{r.point.shape}, {r.point.run}, {r.point.rows} rows{', checkpointing' * r.point.checkpointing}"
-        lines.append(f"- {name}: {parts}{allocated}")
+    for result in results:
+        parts = ", ".join(f"{part} {size:,.0f}" for part, size in result.estimated_parts.items())
+        loaded = "" if result.loaded is None else f"; measured before the first step {result.loaded:,.0f}"
+        lines.append(f"- {result.point}: {parts}{loaded}")
     return "\n".join(lines) + "\n"
 
 
-def _ordered(peaks: dict[str, float]) -> dict[str, float]:
-    return {part: peaks[part] for part in ("forward", "backward", "optimizer") if part in peaks}
+def _cells(result: Result) -> list[str]:
+    case = result.point
+    cells = [case.shape, case.name, str(case.rows), "yes" if case.checkpointing else "no"]
+    if result.failure:
+        return [*cells, f"failed: {result.failure}", *[""] * 4]
+    measured, error = result.measured, result.error
+    cells += [f"{result.estimated:,.0f}", "" if measured is None else f"{measured:,.0f}"]
+    cells.append("" if error is None else f"{error:+.1%}")
+    return cells + [
+        " / ".join(f"{of[phase]:,.0f}" for phase in PHASES if phase in of)
+        for of in (result.estimated_peaks, result.measured_peaks)
+    ]
+
+
+def in_turns(chosen: Sequence[Case]) -> list[Case]:
+    """Return a large one, a small one, the next large one, ...: so that what runs at a time fits."""
+    ordered = sorted(chosen, key=lambda case: (case.checkpointing, case.lora_dropout is not None, -case.rows))
+    small = ordered[len(ordered) // 2 :][::-1]
+    pairs = itertools.zip_longest(ordered[: len(ordered) // 2], small)
+    return [case for pair in pairs for case in pair if case is not None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write; 1 if a point failed or is further off than BOUND."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder for estimates.json and estimates.md")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on the CPU")
     parser.add_argument("--jobs", type=int, default=JOBS, help="points at a time")
     parser.add_argument("--points", type=int, nargs="+", help="only these, by number from 0")
     options = parser.parse_args(arguments)
-    chosen = points(options.tiny)
-    if options.points:
-        chosen = [chosen[i] for i in options.points]
+    every = points(options.tiny)
+    chosen = [every[i] for i in options.points] if options.points else every
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-        futures = {point: pool.submit(measure, point, options.tiny) for point in in_turns(chosen)}
+        futures = {point: pool.submit(run_point, point, options.tiny) for point in in_turns(chosen)}
         results = [futures[point].result() for point in chosen]
-    header = provenance(("torch",))
-    header["versions"] = header.pop("packages")
+    header = provenance(("torch", "transformers", "trl"))
     text = markdown(header, results)
     print(text)
     if options.output:
         rows = [{**asdict(result), "error": result.error} for result in results]
         write(options.output / "estimates", {"header": header, "results": rows}, text)
-    return int(any(r.failure or abs(r.error or 0.0) > BOUND for r in results))
+    return int(any(result.failure or abs(result.error or 0.0) > BOUND for result in results))
 
 
 if __name__ == "__main__":

@@ -36,22 +36,22 @@ class Process:
 
     def __init__(self, worker_class: Callable[[str, bool], Any], name: str, tiny: bool, context: Any = None):
         context = context or multiprocessing.get_context("spawn")
-        self.name, (self._connection, theirs) = name, context.Pipe()
+        self.name, (self.connection, theirs) = name, context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, worker_class, name, tiny), daemon=True)
         self._process.start()
         theirs.close()  # or the end of the process would not be noticed
 
     def start(self, method: str, *arguments: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # of a process that has ended: `result` says so
-            self._connection.send((method, arguments))
+            self.connection.send((method, arguments))
 
     def result(self, seconds: float | None = None) -> tuple[Any, str | None]:
         """Wait for it; a process that takes longer than `seconds`, or has ended, is a failure."""
-        if not self._connection.poll(seconds):
+        if not self.connection.poll(seconds):
             self._process.kill()
             return None, f"took more than {seconds:.0f} s"
         try:
-            return self._connection.recv()
+            return self.connection.recv()
         except (EOFError, ConnectionError):
             self._process.join()
             return None, f"its process ended with exit code {self._process.exitcode}"
@@ -60,9 +60,13 @@ class Process:
         self.start(method, *arguments)
         return self.result()
 
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):  # of a process that has ended
-            self._connection.send(None)
+            self.connection.send(None)
         self._process.join(timeout=20)
         if self._process.is_alive():
             self._process.kill()

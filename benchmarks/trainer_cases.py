@@ -61,6 +61,9 @@ class Case:
         gently: half the rate, reached within the warm-up: the losses of wide models jump at more.
         default: whether it runs without being named.
         plan: the steps, at full size.
+        layers, teacher_layers: of the models, where they have fewer than their shapes.
+        selective: only every second layer is checkpointed.
+        fp32: trained weights are kept in fp32, and computed with in bf16.
     """
 
     name: str
@@ -77,6 +80,19 @@ class Case:
     gently: bool = False
     default: bool = True
     plan: Plan = PLAN
+    layers: int | None = None
+    teacher_layers: int | None = None
+    selective: bool = False
+    fp32: bool = False
+
+    def config(self, tiny: bool, teacher: bool = False) -> Any:
+        """Return the configuration of the student, or of the teacher."""
+        return config_of(self.teacher if teacher else self.shape, tiny, **self.model_options(tiny, teacher))
+
+    def model_options(self, tiny: bool, teacher: bool = False) -> dict[str, Any]:
+        """Return what `config_of` and `random_model` are given besides the shape."""
+        layers = self.teacher_layers if teacher else self.layers
+        return {**SPECIAL, **({"num_hidden_layers": layers} if layers and not tiny else {})}
 
     @property
     def kind(self) -> str:
@@ -106,7 +122,10 @@ class Case:
         how += " and experts" * self.experts
         what = f"{self.shape} from {self.teacher}" if self.teacher else self.shape
         size = SIZES[self.layout].format(self.rows, self.length)
-        more = ", gradient checkpointing" * self.checkpointing + ", half the rate, rising at first" * self.gently
+        more = ", gradient checkpointing" * self.checkpointing + " of every second layer" * self.selective
+        more += ", half the rate, rising at first" * self.gently
+        more += f", {self.layers} layers of {self.shape}" if self.layers else ""
+        more += f", {self.teacher_layers} layers of {self.teacher}" if self.teacher_layers else ""
         return f"{self.kind}, {what}, {how}, {size}{more}"
 
 
@@ -158,7 +177,7 @@ def make_rows(case: Case, plan: Plan, tiny: bool, seed: int = 0) -> list[list[in
     """
     rng = np.random.default_rng(seed)
     lengths = _lengths(case, plan, tiny, rng)
-    first, last = FIRST, config_of(case.shape, tiny).get_text_config().vocab_size
+    first, last = FIRST, case.config(tiny).get_text_config().vocab_size
     if case.layout == "image":
         first, last = FIRST_BESIDE_IMAGE, min(last, LAST_BESIDE_IMAGE)
     frequencies = 1 / np.arange(first, last)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from .shapes import ImageCollator, config_of, random_model
-from .trainer_cases import END, PAD, SPECIAL, Case, length_of, make_tokenizer, text_of
+from .shapes import ImageCollator, random_model
+from .trainer_cases import END, PAD, Case, length_of, make_tokenizer, text_of
 
 NEVER = 10**6  # steps
 STUDENT, TEACHER = 0, 1  # seeds of their weights
@@ -123,11 +123,12 @@ class Run:
     inputs: dict[str, Any]
 
     def student(self) -> Any:
-        model = self.random(self.case.shape, STUDENT)
+        model = self.random()
+        if self.case.fp32 and self.case.lora_dropout is None:
+            model.float()
         return self._quantised(model) if self.case.four_bit else model
 
     def teacher(self) -> Any:
-        assert self.case.teacher
         teacher = self.random(self.case.teacher, TEACHER).requires_grad_(False).eval()
         if self.provider.uses_liger:
             from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -135,9 +136,10 @@ class Run:
             _apply_liger_kernel_to_instance(model=teacher)
         return teacher
 
-    def random(self, shape: str, seed: int) -> Any:
-        """Return a model with random weights, on the device."""
-        model = random_model(shape, self.tiny, self.device, seed, **SPECIAL)
+    def random(self, shape: str | None = None, seed: int = STUDENT) -> Any:
+        """Return a model with random weights, on the device: of the student's shape, unless another is given."""
+        options = self.case.model_options(self.tiny, teacher=seed == TEACHER)
+        model = random_model(shape or self.case.shape, self.tiny, self.device, seed, **options)
         return model.float() if self.tiny else model
 
     def saved(self, model: Any) -> str:
@@ -166,7 +168,7 @@ def prepare(
 
     inputs: dict[str, Any] = {
         "train_dataset": Dataset.from_dict({"input_ids": rows}),
-        "processing_class": make_tokenizer(config_of(case.shape, tiny).get_text_config().vocab_size),
+        "processing_class": make_tokenizer(case.config(tiny).get_text_config().vocab_size),
     }
     if case.lora_dropout is not None and provider.trainer != "unsloth":
         from peft import LoraConfig
@@ -272,7 +274,7 @@ def make_dpo(run: Run) -> Any:
         "rejected": [f" {text_of(answer[::-1])}" for _, answer in rows],
     }
     inputs = {**run.inputs, "train_dataset": Dataset.from_dict(data)}
-    reference = None if "peft_config" in inputs else run.random(run.case.shape, TEACHER).eval()
+    reference = None if "peft_config" in inputs else run.random(seed=TEACHER).eval()
     args = DPOConfig(**run.options, max_length=None)
     return DPOTrainer(run.student(), ref_model=reference, args=args, **inputs)
 
@@ -307,7 +309,7 @@ def make_unsloth(run: Run) -> Any:
 
     case, length = run.case, length_of(run.case, run.tiny)
     model, _ = FastLanguageModel.from_pretrained(
-        run.saved(run.random(case.shape, STUDENT)), max_seq_length=length, dtype=torch.bfloat16,
+        run.saved(run.random()), max_seq_length=length, dtype=torch.bfloat16,
         load_in_4bit=case.four_bit, full_finetuning=case.lora_dropout is None,
     )  # fmt: skip
     if case.lora_dropout is not None:

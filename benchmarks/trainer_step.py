@@ -251,9 +251,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "dtype": "fp32" if options.tiny else "bf16", "loss_tolerance": LOSS_TOLERANCE,
         "norm_tolerance": NORM_TOLERANCE,
     }  # fmt: skip
-    chosen = options.rows or [(case, options.chosen[case.kind]) for case in options.cases]
-    rows = [Row(case, provider) for case, providers in chosen for provider in providers]
+    rows = [Row(case, provider) for case, provider in pairs(options)]
     return report("trainer-step", options, header, rows, measure(rows, options), markdown)
+
+
+def pairs(options: argparse.Namespace) -> list[tuple[Case, Provider]]:
+    """Return the rows that are asked for."""
+    chosen = options.rows or [(case, options.chosen[case.kind]) for case in options.cases]
+    return [(case, provider) for case, providers in chosen for provider in providers]
 
 
 def report(
@@ -274,51 +279,52 @@ def report(
     return int(any(row.started and row.failure and row.provider.is_ours for row in rows))
 
 
-def new_parser(module: str, doc: str | None, time_limit: float, row_limit: float) -> argparse.ArgumentParser:
-    """Return a parser with the options that benchmarks of trainers share."""
+def parse(
+    argv: Sequence[str], module: str = "trainer_step", doc: str | None = __doc__, cases: Sequence[Case] = CASES,
+    providers: str = "*", tiny: tuple[str, str] = (TINY_CASES, TINY_PROVIDERS),
+    add_more: Callable[[argparse.ArgumentParser], Any] = lambda parser: None,
+) -> argparse.Namespace:  # fmt: skip
+    """Return the options, with `cases`, `chosen` (providers by kind of training) and `deadline`.
+
+    Args:
+        module, doc: of the benchmark that reads its command line; `add_more` adds options of its own.
+        providers: those that run without being named; `tiny`: cases and providers with `--tiny`.
+    """
     parser = argparse.ArgumentParser(
-        f"python -m benchmarks.{module}",
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        f"python -m benchmarks.{module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-    )
+    )  # fmt: skip
     add = parser.add_argument
     add("--output", type=Path, help=f"folder for {module.replace('_', '-')}-<device>.json and .md")
-    add("--time-limit", type=float, default=time_limit, help=f"seconds after which everything ends ({time_limit:g})")
-    add("--row-limit", type=float, default=row_limit, help=f"seconds that a row may take ({row_limit:g})")
+    add("--time-limit", type=float, default=480, help="seconds after which everything ends (480)")
+    add("--row-limit", type=float, default=120, help="seconds that a row may take (120)")
     add("--list", action="store_true", help="print cases and providers, and stop")
-    return parser
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options, with `cases`, `chosen` (providers by kind of training) and `deadline`."""
-    parser = new_parser("trainer_step", __doc__, time_limit=480, row_limit=120)
-    add = parser.add_argument
-    add("--cases", help="comma-separated names or globs; default: those of the table")
-    add("--providers", help=f"comma-separated names or globs; default: all. {REFERENCE} always runs")
+    add("--cases", help="comma-separated names or globs; default: those that --list does not mark")
+    add("--providers", help=f"comma-separated names or globs; default: {providers}. {REFERENCE} always runs")
     add("--ours", action="append", default=[], metavar="KEY=VALUE,...", help="a further row of ours")
     add("--rows", nargs="+", metavar="CASE:PROVIDERS", help="these rows; `ours:key=value` is one of ours")
     add("--tiny", action="store_true", help="tiny models and rows, few steps, fp32")
+    add_more(parser)
     options = parser.parse_args(argv)
     if options.list:
-        print(listing())
+        print(listing(cases))
         parser.exit()
     options.deadline = time.monotonic() + options.time_limit
     if options.tiny and not options.rows:
-        options.cases, options.providers = options.cases or TINY_CASES, options.providers or TINY_PROVIDERS
-    names = None if options.cases is None else matching(options.cases, [case.name for case in CASES], "case", parser)
-    options.cases = [case for case in CASES if (case.default if names is None else case.name in names)]
-    options.chosen = _choose_providers(options, parser)
+        options.cases, options.providers = options.cases or tiny[0], options.providers or tiny[1]
+    names = None if options.cases is None else matching(options.cases, [case.name for case in cases], "case", parser)
     if options.rows and (options.ours or names or options.providers):
         parser.error("--rows names all rows: leave --cases, --providers and --ours out")
-    options.rows = [_choose_rows(words, parser) for words in options.rows or ()]
+    options.cases = [case for case in cases if (case.default if names is None else case.name in names)]
+    options.chosen = _choose_providers(options.providers or providers, options.ours, parser)
+    options.rows = [_choose_rows(words, cases, parser) for words in options.rows or ()]
     return options
 
 
-def _choose_rows(words: str, parser: argparse.ArgumentParser) -> tuple[Case, list[Provider]]:
+def _choose_rows(words: str, cases: Sequence[Case], parser: argparse.ArgumentParser) -> tuple[Case, list[Provider]]:
     """Return a case and its providers, from CASE:PROVIDER,..."""
     name, _, given = words.partition(":")
-    case = next((case for case in CASES if case.name == name), None)
+    case = next((case for case in cases if case.name == name), None)
     if case is None or not given:
         parser.error(f"--rows {words!r}: expected CASE:PROVIDER,... with a case that --list names")
     ours = [word for word in given.split(",") if word.startswith("ours:")]
@@ -329,10 +335,10 @@ def _choose_rows(words: str, parser: argparse.ArgumentParser) -> tuple[Case, lis
     return case, [*(provider for provider in known if provider.name in names), *variants]
 
 
-def _choose_providers(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, list[Provider]]:
+def _choose_providers(patterns: str, ours: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, list[Provider]]:
     known = [provider.name for providers in PROVIDERS.values() for provider in providers]
-    names = {REFERENCE, *matching(options.providers or "*", known, "provider", parser)}
-    variants = [variant(_extra(words, parser)) for words in options.ours]
+    names = {REFERENCE, *matching(patterns, known, "provider", parser)}
+    variants = [variant(_extra(words, parser)) for words in ours]
     return {
         kind: [*(p for p in providers if p.name in names), *(each[kind] for each in variants)]
         for kind, providers in PROVIDERS.items()
@@ -355,8 +361,8 @@ def _extra(words: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     return options
 
 
-def listing() -> str:
-    lines = [f"{case.name}: {case}{'' if case.default else ' (only by name)'}" for case in CASES]
+def listing(cases: Sequence[Case]) -> str:
+    lines = [f"{case.name}: {case}{'' if case.default else ' (only by name)'}" for case in cases]
     return "\n".join([*lines, *(f"{p.name}: {p.title} ({kind})" for kind, ps in PROVIDERS.items() for p in ps)])
 
 
