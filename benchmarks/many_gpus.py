@@ -1,8 +1,9 @@
-"""Whole training steps on 1, 2, 4 and 8 GPUs under FSDP2: TRL's trainers and ours.
+"""Whole training steps on 1, 2, 4 and 8 GPUs under FSDP2: TRL's trainers and ours, and the memory that is predicted.
 
     python -m benchmarks.many_gpus --output DIR               # DIR/many-gpus-<device>.json and .md
     python -m benchmarks.many_gpus --gpus 8 --cases sft-llama-3-8b --providers trl,trl_compiled,ours
     python -m benchmarks.many_gpus --cases 'kd-llama-*' --ours vocab_parallel=always
+    python -m benchmarks.many_gpus --cases 'memory-*' --gpus 1         # `estimate` and what one GPU holds
     python -m benchmarks.many_gpus --tiny --gpus 1 2          # processes on CPUs over gloo: does it still work
 
 A row is a provider in a case on so many GPUs, a process each, in the environment that `accelerate launch` gives with
@@ -28,19 +29,20 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
-from .estimates import run_config, simulated
 from .measure import MIB, Spread
 from .processes import Process, context_for
 from .report import join_versions, provenance, spread, table, without_output
 from .trainer_cases import LOSS_TOLERANCE, NORM_TOLERANCE, TINY_PLAN, Case, Plan, length_of, make_rows
-from .trainer_providers import TRAINERS, Provider, prepare
+from .trainer_providers import TRAINERS, Provider, lora_options, prepare
 from .trainer_step import Row, measure, pairs, parse, report
 from .trainer_worker import Measured, TrainerWorker, held, notes_of, teachers_of, train
 
@@ -76,7 +78,16 @@ CASES = (  # `rows` are those of one GPU
     Case("sft-qwen3-1.7b", "Qwen3-1.7B", 2, 2048, **COMMON),
     Case("lora-qwen3-1.7b", "Qwen3-1.7B", 2, 2048, lora_dropout=0.0, **COMMON),
     Case("kd-qwen3-1.7b-8b", "Qwen3-1.7B", 2, 2048, teacher="Qwen3-8B", checkpointing=True, **COMMON),
-)
+    *(
+        Case(f"memory-{kind}-{shape.lower()}{more}", shape, rows, 1024, **how, **options, **COMMON, default=False)
+        for shape in ("Qwen3-0.6B", "Llama-3.2-1B")
+        for kind, how in (
+            ("sft", {}), ("lora", {"lora_dropout": 0.0}), ("kd", {"teacher": shape}),
+            ("kd-lora", {"teacher": shape, "lora_dropout": 0.0}),
+        )
+        for more, rows, options in (("", 2, {}), ("-8-rows", 8, {}), ("-checkpointing", 8, {"checkpointing": True}))
+    ),
+)  # fmt: skip
 TINY = "sft-llama-3-8b,lora-qwen3-1.7b,kd-qwen3-1.7b-8b", "trl,ours"
 
 
@@ -95,6 +106,52 @@ class Prediction:
     peak_mib: float
     held_mib: dict[str, float]
     flops: float
+
+
+def run_config(case: Case, tiny: bool, gpus: int = 1) -> Any:
+    """Return what our trainers are given in a case, as a configuration. `simulated` makes the folders of its models."""
+    from liger_trainer.config.run_config import check_text
+
+    settings: dict[str, Any] = {
+        "model_name_or_path": "model", "dataset_name": "rows.jsonl", "max_length": length_of(case, tiny),
+        "max_steps": 1, "per_device_train_batch_size": case.rows, "gradient_checkpointing": case.checkpointing,
+        "optim": "adamw_torch_fused", "bf16": not tiny, "use_cpu": tiny, "report_to": "none", "output_dir": "out",
+    }  # fmt: skip
+    if case.teacher:
+        settings["teacher_model_name_or_path"] = "teacher"
+    if case.lora_dropout is not None:
+        settings |= {f"lora_{key.removeprefix('lora_')}": value for key, value in lora_options(case).items()}
+        settings |= {"use_peft": True, "lora_target_modules": "all-linear", "dtype": "float32" if tiny else "bfloat16"}
+    if gpus > 1:
+        settings |= {"accelerate_config": "fsdp2", "num_processes": gpus}
+    return check_text(yaml.safe_dump(settings), "case.yaml")
+
+
+@contextlib.contextmanager
+def simulated(case: Case, tiny: bool) -> Iterator[Any]:
+    """Within, the current folder has the models' configurations; gives the memory of a step on one GPU."""
+    from liger_trainer.tools.estimate.simulate import simulate
+    from liger_trainer.tools.estimate.step_spec import step_spec
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        case.config(tiny).save_pretrained("model")
+        if case.teacher:
+            case.config(tiny, teacher=True).save_pretrained("teacher")
+        spec = step_spec(run_config(case, tiny), length_of(case, tiny), padded=False, bf16=not tiny)
+        memory = simulate(spec)
+        yield _halfway(memory, simulate(replace(spec, checkpointing=None))) if case.selective else memory
+
+
+def _halfway(memory: Any, other: Any) -> Any:
+    """Return the memory of selective checkpointing: halfway between all layers and none."""
+    from liger_trainer.tools.estimate.memory_tracker import Peak
+
+    peaks = {}
+    for phase, peak in memory.peaks.items():
+        parts = Counter(peak.parts) + Counter(other.peaks[phase].parts)
+        half = Counter({part: size // 2 for part, size in parts.items()})
+        peaks[phase] = Peak(half.total(), half)
+    return replace(memory, peaks=peaks)
 
 
 def predict(case: Case, counts: Sequence[int], tiny: bool) -> list[Prediction]:

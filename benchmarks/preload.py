@@ -1,4 +1,4 @@
-"""What a process of `benchmarks.students` needs: a fork server imports it once for all of them."""
+"""What the processes of `benchmarks.students` need; a fork server imports it once for all of them."""
 
 import liger_trainer.recipes.distill
 import liger_trainer.tools.evaluate

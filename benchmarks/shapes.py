@@ -41,6 +41,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, **UNTIED,
     }),
+    "SmolLM2-135M": ("llama", {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152,
+    }),
     "Qwen3-30B-A3B, 4 layers": ("qwen3_moe", {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4, "num_attention_heads": 32,
         "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,

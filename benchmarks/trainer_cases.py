@@ -17,6 +17,7 @@ from .shapes import config_of, vision_sizes
 
 MEAN_LENGTH, SHORTEST, LONGEST, SIGMA = 300, 16, 2048, 1.0
 TINY_LENGTH, TINY_SCALE = 32, 32  # of full rows; and what the other lengths are divided by
+DEMO_MODEL = "demo:smollm2-135m-instruct"
 PAD, END, FIRST = 0, 1, 2  # ids; words begin at FIRST
 FIRST_BESIDE_IMAGE, LAST_BESIDE_IMAGE = 10, 100_000  # words of rows with an image: none of them is a mark of one
 SPECIAL: dict[str, Any] = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}  # of a model
@@ -64,6 +65,7 @@ class Case:
         layers, teacher_layers: of the models, where they have fewer than their shapes.
         selective: only every second layer is checkpointed.
         fp32: trained weights are kept in fp32, and computed with in bf16.
+        demo: on real rows, with the weights of the shape's model, or of half of its layers where all are trained.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Case:
     teacher_layers: int | None = None
     selective: bool = False
     fp32: bool = False
+    demo: bool = False
 
     def config(self, tiny: bool, teacher: bool = False) -> Any:
         """Return the configuration of the student, or of the teacher."""
@@ -105,8 +108,8 @@ class Case:
 
     def learning_rate(self, tiny: bool) -> float:
         """Return one at which bf16 weights move: half of their last digit is about 6e-5. Preferences jump at more."""
-        if self.method:
-            return 1e-5
+        if self.method or self.demo:
+            return 1e-5 if self.method else 2e-4
         return (1e-4 if self.lora_dropout is None else 5e-4) * (50 if tiny else 1) / (2 if self.gently else 1)
 
     @property
@@ -121,6 +124,7 @@ class Case:
         how += f", dropout {self.lora_dropout:g}" if self.lora_dropout else ""
         how += " and experts" * self.experts
         what = f"{self.shape} from {self.teacher}" if self.teacher else self.shape
+        what += " with its weights, real rows" * self.demo
         size = SIZES[self.layout].format(self.rows, self.length)
         more = ", gradient checkpointing" * self.checkpointing + " of every second layer" * self.selective
         more += ", half the rate, rising at first" * self.gently
@@ -130,6 +134,7 @@ class Case:
 
 
 SMALL, LLAMA, QWEN_VL, GEMMA = "Qwen3-0.6B", "Llama-3.2-1B", "Qwen2.5-VL-3B, 8 layers", "Gemma-3-4B, 8 layers"
+DEMO: dict[str, Any] = {"demo": True, "fp32": True, "default": False, "plan": Plan(6, 90, 4)}
 SAMPLED = Plan(2, 6, 2)  # GRPO samples for all steps before the first: more would not fit
 CASES = (
     Case("sft-qwen3-0.6b", SMALL, 8, 1024),
@@ -156,6 +161,10 @@ CASES = (
     Case("lora-qwen2.5-vl-3b", QWEN_VL, 8, 1024, "image", lora_dropout=0.0, checkpointing=True, default=False),
     Case("sft-gemma-3-4b", GEMMA, 8, 1024, "image", default=False),
     Case("lora-gemma-3-4b", GEMMA, 8, 1024, "image", lora_dropout=0.0, checkpointing=True, default=False),
+    Case("sft-smollm2", "SmolLM2-135M", 8, 256, "padded", **DEMO),
+    Case("sft-smollm2-packed", "SmolLM2-135M", 8, 256, "packed", **DEMO),
+    Case("lora-smollm2", "SmolLM2-135M", 8, 256, "padded", lora_dropout=0.0, **DEMO),
+    Case("kd-smollm2", "SmolLM2-135M", 8, 256, teacher="SmolLM2-135M", **DEMO),
     Case("dpo-qwen3-0.6b", SMALL, 4, 1024, method="DPO", default=False),
     Case("dpo-qwen3-0.6b-lora", SMALL, 4, 1024, method="DPO", lora_dropout=0.0, default=False),
     Case("grpo-qwen3-0.6b", SMALL, 32, 320, method="GRPO", default=False, plan=SAMPLED),
@@ -175,6 +184,14 @@ def make_rows(case: Case, plan: Plan, tiny: bool, seed: int = 0) -> list[list[in
 
     Those of the traced steps are those of the last timed ones, so that both do the same work.
     """
+    rows = demo_rows(case) if case.demo and not tiny else _random_rows(case, plan, tiny, seed)
+    if case.layout == "packed":
+        return rows
+    before, repeated = (case.rows * steps for steps in (plan.warmup + plan.timed, plan.traced))
+    return [*rows[:before], *rows[before - repeated : before]]
+
+
+def _random_rows(case: Case, plan: Plan, tiny: bool, seed: int) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     lengths = _lengths(case, plan, tiny, rng)
     first, last = FIRST, case.config(tiny).get_text_config().vocab_size
@@ -183,13 +200,27 @@ def make_rows(case: Case, plan: Plan, tiny: bool, seed: int = 0) -> list[list[in
     frequencies = 1 / np.arange(first, last)
     ids = rng.choice(np.arange(first, last), sum(lengths), p=frequencies / frequencies.sum())
     rows = [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
-    if case.layout == "packed":
+    if case.layout != "image":
         return rows
-    if case.layout == "image":
-        marks = image_tokens(case.shape, tiny)
-        rows = [[*marks, *row[len(marks) :]] for row in rows]
-    before, repeated = (case.rows * steps for steps in (plan.warmup + plan.timed, plan.traced))
-    return [*rows[:before], *rows[before - repeated : before]]
+    marks = image_tokens(case.shape, tiny)
+    return [[*marks, *row[len(marks) :]] for row in rows]
+
+
+def demo_rows(case: Case) -> list[list[int]]:
+    """Return whole chats about Python's standard library, all tokens of which are learned from; "full": joined."""
+    from transformers import AutoTokenizer
+
+    from liger_trainer.run.data.demo_dataset import demo_dataset
+    from liger_trainer.run.data.demo_model import resolve_model
+
+    chats = demo_dataset("python_docstrings").train.select(range(4000))
+    whole = [[*chat["prompt"], *chat["completion"]] for chat in chats]
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(DEMO_MODEL))
+    rows = tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"]
+    if case.layout != "full":
+        return [row[: case.length] for row in rows]
+    ids = [token for row in rows for token in row]
+    return [ids[i : i + case.length] for i in range(0, len(ids) - case.length, case.length)]
 
 
 def image_tokens(shape: str, tiny: bool) -> list[int]:

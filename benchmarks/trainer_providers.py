@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .shapes import ImageCollator, random_model
-from .trainer_cases import END, PAD, Case, length_of, make_tokenizer, text_of
+from .trainer_cases import DEMO_MODEL, END, PAD, Case, length_of, make_tokenizer, text_of
 
 NEVER = 10**6  # steps
 STUDENT, TEACHER = 0, 1  # seeds of their weights
@@ -138,9 +138,21 @@ class Run:
 
     def random(self, shape: str | None = None, seed: int = STUDENT) -> Any:
         """Return a model with random weights, on the device: of the student's shape, unless another is given."""
+        if self.case.demo and not self.tiny:
+            return self._demo(halved=seed == STUDENT and self.case.lora_dropout is None)
         options = self.case.model_options(self.tiny, teacher=seed == TEACHER)
         model = random_model(shape or self.case.shape, self.tiny, self.device, seed, **options)
         return model.float() if self.tiny else model
+
+    def _demo(self, halved: bool) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        from liger_trainer.run.data.demo_model import resolve_model
+        from liger_trainer.run.drop_layers import drop_layers
+
+        how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        model: Any = AutoModelForCausalLM.from_pretrained(resolve_model(DEMO_MODEL), **how).to(self.device).train()
+        return drop_layers(model, keep_every_nth=2) if halved else model
 
     def saved(self, model: Any) -> str:
         """Write a model for those that only read one from files."""

@@ -1,15 +1,12 @@
-"""Runs that are killed, signalled, fed with NaN or wrong input, or left without a disk, and how each of them ends.
+"""Harms that are done to runs, and how each of these runs ends: with which exit code and sentence, and what it leaves.
 
     python -m benchmarks.reliability                        # every part, as in docs/results/reliability.md
     python -m benchmarks.reliability kill --moments 6       # one part, few moments
     python -m benchmarks.reliability kill --kinds sft       # one kind of run
-    python -m benchmarks.reliability yaml --inputs 500      # fewer inputs
+    python -m benchmarks.reliability --list                 # the table of harms
 
-`disk` mounts a tmpfs, which takes root on Linux, and `signals` starts real launchers.
-
-All other runs are those of the command line, forked from one process that has imported everything, so that each takes
-a second or two on one core. A part is a module with TITLE, `measure(bench, options)` and `lines(results)`, listed in
-`__main__.PARTS`.
+`disk` mounts a tmpfs, which takes root on Linux, and `signals` starts real launchers. All other runs are forked from
+one process that has imported everything, so that each takes a second or two on one core.
 """
 
 import os

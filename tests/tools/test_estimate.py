@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, SIZES, VOCAB, tiny_model, tiny_tokenizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import estimates
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError
 from liger_trainer.losses.spec import Distillation, LossOptions
@@ -497,11 +496,3 @@ def test_what_cannot_be_estimated_is_said(project, capsys):
             main(["estimate", "run.yaml", *arguments])
         assert left.value.code == 2
         assert message in capsys.readouterr().err
-
-
-def test_the_benchmark_estimates_and_trains_a_point():
-    point = next(case for case in estimates.points(tiny=True) if case.name == "distil LoRA")
-    result = estimates.run_point(point, tiny=True)
-    assert result.failure is None and result.estimated > 64 and result.measured is None
-    assert set(result.estimated_peaks) == {"forward", "backward", "optimizer"}
-    assert "| distil LoRA |" in estimates.markdown({"device": "CPU", "date": "today", "commit": "none"}, [result])
