@@ -7,7 +7,7 @@
     python -m benchmarks.many_gpus --tiny --gpus 1 2          # processes on CPUs over gloo: does it still work
 
 A row is a provider in a case on so many GPUs, a process each, in the environment that `accelerate launch` gives with
-TRL's fsdp2.yaml. Options, what is equal and what is timed are those of `benchmarks.trainer_step`. A GPU's batch is the
+TRL's fsdp2.yaml. Options, what is equal and what is timed are as in `benchmarks.trainer_step`. A GPU's batch is the
 same however many GPUs there are. Losses of all steps, averaged over the ranks, and the first gradient norm must be
 those of TRL's plain trainer on as many GPUs and the same rows, else a row has no times. The memory that was in use at
 most is shown next to what `liger-trainer estimate` predicts; what it predicts not to fit is not run.
@@ -43,7 +43,7 @@ from .processes import Process, context_for
 from .report import join_versions, provenance, spread, table, without_output
 from .trainer_cases import LOSS_TOLERANCE, NORM_TOLERANCE, TINY_PLAN, Case, Plan, length_of, make_rows
 from .trainer_providers import TRAINERS, Provider, lora_options, prepare
-from .trainer_step import Row, measure, pairs, parse, report
+from .trainer_step import PRELOADED, Row, measure, pairs, parse, report
 from .trainer_worker import Measured, TrainerWorker, held, notes_of, teachers_of, train
 
 COUNTS, TINY_COUNTS = (1, 2, 4, 8), (1, 2)
@@ -71,7 +71,7 @@ HEADS = (
 COMMON: dict[str, Any] = {"plan": Plan(4, 10, 2), "fp32": True}
 SELECTIVE: dict[str, Any] = {"checkpointing": True, "selective": True, **COMMON}
 TEACHER: dict[str, Any] = {"teacher": "Llama-3-70B", "teacher_layers": 24}
-CASES = (  # `rows` are those of one GPU
+CASES = (  # `rows` are of one GPU
     Case("sft-llama-3-8b", "Llama-3-8B", 1, 8192, **SELECTIVE),
     Case("sft-llama-3-8b-2-rows", "Llama-3-8B", 2, 8192, default=False, **SELECTIVE),
     Case("kd-llama-3-8b-70b", "Llama-3-8B", 1, 4096, checkpointing=True, **TEACHER, **COMMON),
@@ -98,7 +98,7 @@ TINY = "sft-llama-3-8b,lora-qwen3-1.7b,kd-qwen3-1.7b-8b", "trl,ours"
 class Prediction:
     """What `estimate` says of ours in a case on so many GPUs, in MiB, and the operations of a token.
 
-    `held_mib`: those of PARTS that are there when the optimizer steps.
+    `held_mib`: by PARTS, when the optimizer steps.
     """
 
     case: str
@@ -284,7 +284,7 @@ class Ranks:
 
     def __init__(self, row: GpuRow, options: argparse.Namespace):
         self.row, self.tiny = row, options.tiny
-        context = None if row.provider.compiles else context_for("benchmarks.preload_trainers")
+        context = None if row.provider.compiles else context_for(*PRELOADED)
         self.ranks = [Process(RankWorker, row.provider.name, self.tiny, context) for _ in range(row.gpus)]
         self.start("load")
 

@@ -81,15 +81,15 @@ def _use_device() -> None:
 
 
 @functools.cache
-def context_for(preload: str) -> Any:
+def context_for(*modules: str) -> Any:
     """Return the context whose processes start fastest.
 
-    Processes of a fork server have imported the module `preload` already. If they cannot use the device, for example
-    because an import has touched it, each process imports for itself.
+    Processes of a fork server have imported `modules` already. If they cannot use the device, for example because an
+    import has touched it, each process imports for itself.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that an import may ask for the device
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preload])
+    context.set_forkserver_preload(list(modules))
     process = context.Process(target=_use_device, daemon=True)
     process.start()
     process.join()

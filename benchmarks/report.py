@@ -1,4 +1,4 @@
-"""What every benchmark writes: where it ran, Markdown tables, and a JSON file beside them."""
+"""What every benchmark writes: where it ran, Markdown tables, and a JSON file next to them."""
 
 from __future__ import annotations
 

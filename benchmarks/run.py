@@ -1,4 +1,4 @@
-"""The accuracy gate, then time and memory beside the peers in one interleaved run: fused losses, or layers' ops.
+"""The accuracy gate, then time and memory of ours and of peers in one interleaved run: fused losses, or layers' ops.
 
     python -m benchmarks.run                                  # the fused losses, on a GPU, into docs/results
     python -m benchmarks.run --cases 'ce-*' --providers liger,trl --rounds 15
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--suite", choices=SUITES, default="losses", help="losses: fused losses (default); ops: the ops of the layers")
-    add("--cases", help="comma-separated names or globs; default: those of the suite's tables")
+    add("--cases", help="comma-separated names or globs; default: the suite's tables")
     add("--providers", help="comma-separated names or globs; ours is always run")
     add("--rounds", type=int, help="interleaved rounds (default 10; 3 with --smoke)")
     add("--grad-output", type=float, help="upstream gradient of every loss (default: the case's, 1)")

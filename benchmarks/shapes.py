@@ -58,7 +58,7 @@ TINY = {
 TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 COMMON = {"max_position_embeddings": 4096, "tie_word_embeddings": True}
 
-# Vision-language models with 8 layers in either tower. `tokens`: those of an image of `grid` x `grid` patches, between
+# Vision-language models with 8 layers in either tower. `tokens`: of an image of `grid` x `grid` patches, between
 # the tokens `begins` and `ends`.
 VISION: dict[str, dict[str, Any]] = {
     "Qwen2.5-VL-3B, 8 layers": {

@@ -285,7 +285,7 @@ class StudentWorker:
         output = Path(config["output_dir"])
         training = json.loads((output / "metrics.json").read_text())["training"]
         facts = {key: training[key] for key in ("parameters", "steps", "tokens", "seconds", "peak_memory_mib")}
-        return {"held_out": self.measure(setup, way, str(output)), **facts, "beside": together - 1}
+        return {"held_out": self.measure(setup, way, str(output)), **facts, "neighbours": together - 1}
 
     def measure(self, setup: Setup, way: str, student: str) -> dict[str, float]:
         """Return what `liger-trainer eval` says of a student, used as those of a way are, on held-out docstrings."""
@@ -330,7 +330,7 @@ class Record:
 
 def together(part: str, tasks: dict[str, tuple[Any, ...]], record: Record, tiny: bool, deadline: float) -> None:
     """Run all tasks at once, each in a process, and record them. What is not done by the deadline is a failure."""
-    context = context_for("benchmarks.preload")
+    context = context_for("liger_trainer.recipes.distill", "liger_trainer.tools.evaluate")
     processes = {name: Process(StudentWorker, name, tiny, context) for name in tasks}
     try:
         for name, process in processes.items():
@@ -390,7 +390,7 @@ def interval(values: Sequence[float], digits: int, sign: str = "") -> str:
 def difference(runs: Runs, way: str, base: str, metric: str) -> str:
     """Return `way` less `base`, paired by seed, of trainings with equally many neighbours; and which is better."""
     ours, theirs = runs[way], runs[base]
-    seeds = [seed for seed in ours if seed in theirs and ours[seed]["beside"] == theirs[seed]["beside"]]
+    seeds = [seed for seed in ours if seed in theirs and ours[seed]["neighbours"] == theirs[seed]["neighbours"]]
     held_out = [(ours[seed]["held_out"], theirs[seed]["held_out"]) for seed in seeds]
     values = [a[metric] - b[metric] for a, b in held_out if metric in a and metric in b]
     _, digits, better = METRICS[metric]
@@ -406,15 +406,16 @@ def page(content: dict[str, Any]) -> str:
     """Return the Markdown of what the .json holds."""
     runs: Runs = content["runs"]
     seconds, titles = content["conditions"]["train_seconds"], [title for title, _, _ in METRICS.values()]
-    beside = sorted({run["beside"] for seeds in runs.values() for run in seeds.values()})
+    neighbours = sorted({run["neighbours"] for seeds in runs.values() for run in seeds.values()})
     lines = [f"# Better students, in the same {seconds:g} seconds", ""]
     for call in content.get("calls", []):
         lines += [f"- {call['device']}, {call['date']}, commit {call['commit']}: `{call['command']}`; "
                   f"{join_versions(call['packages'])}"]  # fmt: skip
     lines += [
-        f"- Each training has {seconds:g} seconds of wall-clock time, next to {' or '.join(map(str, beside)) or 'no'} "
-        "others that start at the same moment and share the device: that is what equal time means here. Loading and "
-        "measuring are not counted. The learning rate rises for 5 % of the time, and falls as half a cosine.",
+        f"- Each training has {seconds:g} seconds of wall-clock time, next to "
+        f"{' or '.join(map(str, neighbours)) or 'no'} others that start at the same moment and share the device: "
+        "that is what equal time means here. Loading and measuring are not counted. The learning rate rises for 5 % of "
+        "the time, and falls as half a cosine.",
         "- SmolLM2-135M-Instruct teaches, on docstrings of the Python standard library, 16 rows of up to 256 tokens a "
         "step. Every student is measured by `liger-trainer eval` on held-out rows against the teacher as it was. KLs "
         "in nats a token.",

@@ -193,7 +193,7 @@ class Suite(ABC):
 
     @abstractmethod
     def summary(self, cases: Sequence[CaseResult]) -> list[str]:
-        """Return the sections before those of the single cases."""
+        """Return the sections before the single cases."""
 
     @abstractmethod
     def sentence(self, outcome: CaseResult) -> str: ...

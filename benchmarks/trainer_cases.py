@@ -182,7 +182,7 @@ def length_of(case: Case, tiny: bool) -> int:
 def make_rows(case: Case, plan: Plan, tiny: bool, seed: int = 0) -> list[list[int]]:
     """Return token ids of all rows that a run of `plan` reads, in order; packs are shuffled later.
 
-    Those of the traced steps are those of the last timed ones, so that both do the same work.
+    The traced steps have the rows of the last timed ones, so that both do the same work.
     """
     rows = demo_rows(case) if case.demo and not tiny else _random_rows(case, plan, tiny, seed)
     if case.layout == "packed":

@@ -26,9 +26,9 @@ class Provider:
     """A trainer and what it is given.
 
     Attributes:
-        name: on the command line; those of ours begin with "ours".
+        name: on the command line; ours begin with "ours".
         trainer: a key of TRAINERS.
-        options: of the trainer's configuration, beside those that all share.
+        options: of the trainer's configuration, besides what all share.
         needs: modules that must be installed, with the name of their package.
         enables: whether `liger_trainer.enable()` is called first.
     """
@@ -204,7 +204,7 @@ def lora_options(case: Case) -> dict[str, Any]:
 
 
 def _targets(case: Case) -> dict[str, Any]:
-    """Return which weights get adapters: all linear layers, of the text alone where there are images."""
+    """Return which weights get adapters: all linear layers, only of the text where there are images."""
     targets: dict[str, Any] = {"target_modules": "all-linear"}
     if case.experts:
         targets["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]

@@ -6,7 +6,7 @@
     python -m benchmarks.trainer_step --rows sft-qwen3-0.6b:ours lora-llama-3.2-1b:trl_liger,ours,ours:memory=balanced
     python -m benchmarks.trainer_step --tiny                 # some of it, small enough for a CPU: does it still work
 
-A provider in a case is a process of its own, since Liger-Kernel and Unsloth patch module globals; the device has one at
+A provider in a case has its own process, since Liger-Kernel and Unsloth patch module globals; the device has one at
 a time. Weights, rows, their order, optimizer and all other options are the same. A callback in the trainer's own loop
 times steps, and traces some more. Losses of all steps and the first gradient norm must be those of TRL's plain trainer
 within LOSS_TOLERANCE and NORM_TOLERANCE, on the same rows, else the row has no times.
@@ -40,6 +40,7 @@ from .trainer_worker import Measured, TrainerWorker
 LEAST_FALL = 0.005  # of the plain trainer's loss: one that does not fall shows nothing
 LEAST_LOSS = 0.05  # to which distances are related: GRPO's loss may be 0
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "liger-kernel", "unsloth", "bitsandbytes")
+PRELOADED = ("datasets", "peft", "trl.trainer.sft_trainer")  # nothing of ours, which would change TRL's modules
 AHEAD = 12  # processes that import at a time, before the first of them has its turn
 TINY_CASES, TINY_PROVIDERS = "sft-qwen3-0.6b-packed,kd-qwen3-0.6b", f"{REFERENCE},ours"
 SHOWN = (1, 5, 10, 20)  # steps whose losses the table has
@@ -125,10 +126,10 @@ def _largest(gaps: Iterable[float]) -> float:
 def load(row: Row, options: argparse.Namespace) -> Process:
     """Return a process that imports what a row needs, and then answers.
 
-    Unsloth wants to be imported first, and a compiler starts processes of its own: these two import for themselves.
+    Unsloth wants to be imported first, and a compiler starts its own processes: these two import for themselves.
     """
     forks = row.provider.trainer != "unsloth" and not row.provider.compiles
-    context = context_for("benchmarks.preload_trainers") if forks else None
+    context = context_for(*PRELOADED) if forks else None
     process = Process(TrainerWorker, row.provider.name, options.tiny, context)
     process.start("load")
     return process
@@ -287,7 +288,7 @@ def parse(
     """Return the options, with `cases`, `chosen` (providers by kind of training) and `deadline`.
 
     Args:
-        module, doc: of the benchmark that reads its command line; `add_more` adds options of its own.
+        module, doc: of the benchmark that reads its command line; `add_more` adds further options.
         providers: those that run without being named; `tiny`: cases and providers with `--tiny`.
     """
     parser = argparse.ArgumentParser(

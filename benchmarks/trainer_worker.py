@@ -1,6 +1,6 @@
-"""What `benchmarks.trainer_step` does in a process of its own: make a trainer, and watch its own loop from a callback.
+"""What a process of `benchmarks.trainer_step` does: make a trainer, and watch its own loop from a callback.
 
-The clock waits for the device at the ends of the timed steps alone; between them it leaves events in the stream.
+The clock waits for the device only at the ends of the timed steps; between them it leaves events in the stream.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def read_trace(path: Path, steps: int) -> tuple[float, float]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of spans: what runs beside something else is not counted again."""
+    """Return the length of the union of spans: what runs at the same time as something else is not counted again."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

@@ -31,14 +31,10 @@ def main() -> int:
     parser.add_argument("--moments", type=int, default=50, help="random moments at which each kind of run is killed")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of runs that are killed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--list", action="store_true", help="print the table of harms, and stop")
     parser.add_argument("--output", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"expected parts of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
-    if options.list:
-        print("\n".join(f"{harm.part}: {harm.name}: exit code {harm.exit}, {harm.sentence!r}" for harm in HARMS))
-        return 0
     file = options.output / "reliability.json"
     where = provenance(PACKAGES, cuda=False)  # before the results change the checkout
     kept = json.loads(file.read_text()) if file.is_file() else {}
@@ -90,7 +86,7 @@ def page(results: dict[str, Any]) -> str:
         "",
         "Runs of tiny models from the command line, on a CPU, that are disturbed: in how many trials each ended with",
         "the expected exit code and sentence, left earlier data as it was, and what came of it afterwards. The same",
-        "weights are those of the run that nobody disturbed, bit for bit.",
+        "weights: as of the run that nobody disturbed, bit for bit.",
         "`python -m benchmarks.reliability` measures it again. What holds and how:",
         "[reliability](../reliability.md).",
     ]

@@ -30,7 +30,6 @@ from liger_trainer import LigerDistillTrainer
 from liger_trainer.cli import main
 from liger_trainer.common.checkpoints import checkpoints_in, step_of
 from liger_trainer.common.files import CONFIG, METRICS, sha256
-from liger_trainer.trainers import capture as cache_capture
 
 Options = argparse.Namespace
 
@@ -128,7 +127,7 @@ def damaged(bench: Bench, options: Options, damage: str) -> Iterator[Trial]:
             path.unlink()
         DAMAGES[damage](out / newest.name / name)
         run = bench.end(["resume", str(out)], kind)
-        yield Trial(name, run.code, run.printed, after=outcome(out) == want.outcome, named=f"{newest.name}|{name}")
+        yield Trial(name, run.code, run.printed, after=outcome(out) == want.outcome, named=name)
 
 
 # nonfinite: NaN planted in a step of `liger-trainer run`
@@ -138,21 +137,20 @@ SAVING = {"max_steps": STEPS, "save_steps": SAVE_STEPS, "save_strategy": "steps"
 Planter = Callable[[Any], object]  # is called with a trainer
 
 
-def _train(trainer: Any, train: Callable[..., Any], plant: Planter, how: dict[str, Any]) -> Any:
-    plant(trainer)
-    try:
-        return train(trainer, **how)
-    finally:
-        print(f"ended at step {trainer.state.global_step}", flush=True)
-
-
-def by_command(out: Path, policy: str, plant: Planter, resume: str | None) -> None:
-    """Train as `liger-trainer` does, with NaN planted by `plant`."""
+def planted(out: Path, policy: str, plant: Planter = lambda trainer: None, resume: str | None = None) -> None:
+    """Train as `liger-trainer` does, after `plant` was called with the trainer."""
     train = LigerDistillTrainer.train
-    LigerDistillTrainer.train = lambda self, **how: _train(self, train, plant, how)  # pyright: ignore
-    changes = ["eval_strategy=no", "load_best_model_at_end=false", "~save_total_limit"]
-    run = ["run", "kd.yaml", f"output_dir={out}", f"on_non_finite={policy}", *changes]
-    run += [f"{key}={value}" for key, value in SAVING.items()]
+
+    def plant_and_train(trainer: Any, **options: Any) -> Any:
+        plant(trainer)
+        try:
+            return train(trainer, **options)
+        finally:
+            print(f"ended at step {trainer.state.global_step}", flush=True)
+
+    LigerDistillTrainer.train = plant_and_train  # pyright: ignore[reportAttributeAccessIssue]
+    run = ["run", "kd.yaml", f"output_dir={out}", f"on_non_finite={policy}", "eval_strategy=no", "~save_total_limit"]
+    run += ["load_best_model_at_end=false", *(f"{key}={value}" for key, value in SAVING.items())]
     main(shlex.split(resume.removeprefix("liger-trainer ")) if resume else run)
 
 
@@ -160,14 +158,13 @@ def stopped(bench: Bench, options: Options, place: str) -> Iterator[Trial]:
     want, out = _weights(bench), bench.folder / "planted"
     for step in PLANTED_IN:
         remove(out)
-        run = _planted(bench, out, "stop", lambda trainer, step=step: Plant(trainer, place, step))
+        run = bench.end(functools.partial(planted, out, "stop", functools.partial(Plant, place=place, step=step)))
         printed, saved = run.printed, checkpoints_in(out)
         ended = re.search(r"ended at step (\d+)", printed)
         intact = [step_of(path) for path in saved] == list(range(SAVE_STEPS, step, SAVE_STEPS))
         intact &= _all_finite(out) and not list(out.glob("*.safetensors")) and bool(ended and int(ended[1]) <= step + 1)
-        pattern = r"^liger-trainer: .*: (liger-trainer resume .*)|resume_from_checkpoint='(.*?)'"
-        advice = re.search(pattern, printed, re.M)
-        again = advice and _planted(bench, out, "stop", lambda trainer: None, advice[1] or advice[2])
+        advice = re.search(r"^liger-trainer: .*: (liger-trainer resume .*)", printed, re.M)
+        again = advice and bench.end(functools.partial(planted, out, "stop", resume=advice[1]))
         after = again is not None and again.code == 0 and _models(out) == want
         yield Trial(f"step {step}", run.code, printed.replace("Traceback", ""), intact, after, str(step))
 
@@ -175,13 +172,9 @@ def stopped(bench: Bench, options: Options, place: str) -> Iterator[Trial]:
 def skipped(bench: Bench, options: Options, place: str) -> Iterator[Trial]:
     out = bench.folder / "planted"
     remove(out)
-    run = _planted(bench, out, "skip_step", lambda trainer: Plant(trainer, place, 5))
+    run = bench.end(lambda: planted(out, "skip_step", functools.partial(Plant, place=place, step=5)))
     printed = run.printed.replace("Traceback", "")
     yield Trial("step 5", run.code, printed, _all_finite(out), f"ended at step {STEPS}" in printed or run.code == 5)
-
-
-def _planted(bench: Bench, out: Path, policy: str, plant: Planter, resume: str | None = None) -> Run:
-    return bench.end(lambda: by_command(out, policy, plant, resume))
 
 
 @functools.cache
@@ -189,7 +182,7 @@ def _weights(bench: Bench) -> dict[str, str]:
     """Return the weights of the training in which nothing is planted."""
     out = bench.folder / "unplanted"
     remove(out)
-    run = _planted(bench, out, "stop", lambda trainer: None)
+    run = bench.end(lambda: planted(out, "stop"))
     assert run.code == 0, run.printed
     return _models(out)
 
@@ -203,75 +196,43 @@ def _all_finite(out: Path) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-# disk: a tmpfs that fills up at one moment after another, spread over the calls that make something durable
+# disk: a tmpfs without a byte left from one call on that makes something durable, and space again for `resume`
 
-SIZE, MOMENTS = "16m", {"training": 10, "capture": 5}
-ALL_CHECKPOINTS = ["~save_total_limit", "~load_best_model_at_end"]  # so that all can be compared
+SIZE, MOMENTS = "16m", 10
 
 
-def full(bench: Bench, options: Options, during: str) -> Iterator[Trial]:
+def full(bench: Bench, options: Options) -> Iterator[Trial]:
     disk = bench.folder / "disk"
     disk.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(disk)], check=True)  # takes root
     try:
-        yield from {"training": _training, "capture": _capture}[during](bench, disk)
+        yield from _full(bench, disk, disk / "out")
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def _training(bench: Bench, disk: Path) -> Iterator[Trial]:
-    out = disk / "out"
-    command = ["run", "kd.yaml", f"output_dir={out}", *ALL_CHECKPOINTS]
+def _full(bench: Bench, disk: Path, out: Path) -> Iterator[Trial]:
+    # every checkpoint stays, so that all can be compared
+    command = ["run", "kd.yaml", f"output_dir={out}", "~save_total_limit", "~load_best_model_at_end"]
+    run, note = bench.end(command, before=bench.counting(out / CONFIG)), bench.folder / "before.json"
+    calls, want = bench.counted(), outcome(out)
+    assert run.code == 0 and calls > MOMENTS, run.printed
 
-    def data() -> dict[str, str]:
+    def saved() -> dict[str, str]:
         return {f"{path.name}/{name}": digest for path in checkpoints_in(out) for name, digest in hashes(path).items()}
 
-    return _at_calls(bench, "training", disk, out / CONFIG, command, ["resume", str(out)], data, lambda: outcome(out))
-
-
-def _capture(bench: Bench, disk: Path) -> Iterator[Trial]:
-    cache = disk / "cache"
-    command = ["cache", "kd.yaml", f"teacher_cache_dir={cache}", *ALL_CHECKPOINTS, "~schedules", "cache_shard_mb=1"]
-    cache_capture.MIB, cache_capture.SECONDS_OF_A_PART = 2048, 0.0  # many shards
-
-    def shards() -> dict[str, str]:  # parts go when their shard is whole
-        return {name: digest for name, digest in hashes(cache).items() if re.fullmatch(r"shard-\d+\.safetensors", name)}
-
-    return _at_calls(bench, "capture", disk, disk, command, command, shards, lambda: hashes(cache))
-
-
-def _at_calls(
-    bench: Bench, during: str, disk: Path, begun: Path, command: list[str], again: list[str],
-    data: Callable[[], dict[str, str]], results: Callable[[], dict[str, Any]],
-) -> Iterator[Trial]:  # fmt: skip
-    """Fill the disk at calls that a command makes; `data` must stay, and `results` be the same when it goes on."""
-    run, note = bench.end(command, before=bench.counting(begun)), bench.folder / "before.json"
-    calls, want = bench.counted(), results()
-    assert run.code == 0 and calls > MOMENTS[during], run.printed
-
     def fill() -> None:
-        note.write_text(json.dumps(data()))
-        _leave(disk, 0)
+        note.write_text(json.dumps(saved()))
+        (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
 
-    for moment in range(MOMENTS[during]):
-        _empty(disk)
-        call = 1 + moment * (calls - 1) // MOMENTS[during]
-        run = bench.end(command, before=bench.counting(begun, call, fill))
-        intact, printed = json.loads(note.read_text()).items() <= data().items(), run.printed
+    for moment in range(MOMENTS):
+        remove(out)
+        call = 1 + moment * (calls - 1) // MOMENTS
+        run = bench.end(command, before=bench.counting(out / CONFIG, call, fill))
+        intact, printed = json.loads(note.read_text()).items() <= saved().items(), run.printed
         (disk / "filler").unlink()
-        after = bench.end(again).code == 0 and results() == want
+        after = bench.end(["resume", str(out)]).code == 0 and outcome(out) == want
         yield Trial(f"call {call} of {calls}", run.code, printed, intact, after)
-    _empty(disk)
-
-
-def _leave(disk: Path, size: int) -> None:
-    """Fill the disk until so many bytes are free."""
-    (disk / "filler").write_bytes(bytes(max(0, shutil.disk_usage(disk).free - size)))
-
-
-def _empty(disk: Path) -> None:
-    for path in disk.iterdir():
-        path.unlink() if path.is_file() else remove(path)
 
 
 # signals: to a launcher of two processes or to one of them, at a random moment
@@ -373,11 +334,8 @@ HARMS = (
              "finite weights; a weight's NaN stops, since each step after it has it too")
         for place in PLACES
     ),
-    *(
-        Harm("disk", f"full during {during}", functools.partial(full, during=during), (8,),
-             "liger-trainer: * cannot be written: * bytes are free in ", "with space: same files")
-        for during in MOMENTS
-    ),
+    Harm("disk", "full while a run trains", full, (8,), "liger-trainer: * cannot be written: * bytes are free in ",
+         "with space: " + RESUMED),
     *(
         Harm("signals", f"{', '.join(number.name for number in numbers)} to the {to} of {launcher}",
              functools.partial(signalled, launcher=launcher, to=to, numbers=numbers),

@@ -57,7 +57,7 @@ def run_tiny(folder, *words, code=0):
 
 def test_two_processes_train_as_trls_and_hold_what_estimate_predicts(tmp_path, monkeypatch):
     """Weights, gradients and state of the student, and the teacher's weights: half of each, by FSDP2 itself."""
-    monkeypatch.setattr(many_gpus, "context_for", lambda preload: torch.multiprocessing.get_context("fork"))
+    monkeypatch.setattr(many_gpus, "context_for", lambda *modules: torch.multiprocessing.get_context("fork"))
     rows, page = run_tiny(tmp_path, "--gpus", "2", "--cases", KD.name)
     ours = rows[2, "ours"]
     assert ours["failure"] is None and ours["loss_gap"] < 1e-4 and "| 2 | LigerDistillTrainer | " in page

@@ -27,9 +27,9 @@ def test_the_quantiles_leave_one_fortieth_above(freedom):
     assert 0.5 + below == pytest.approx(0.975, abs=2e-6)
 
 
-def run_of(forward_kl: float, beside: int = 16) -> dict:
+def run_of(forward_kl: float, neighbours: int = 16) -> dict:
     held_out = {"forward_kl": forward_kl, "reverse_kl": 1.0, "agreement_at_1": 0.5, "student_perplexity": 20.0}
-    return {"held_out": held_out, "parameters": 81000000, "steps": 10, "tokens": 5000, "beside": beside}
+    return {"held_out": held_out, "parameters": 81000000, "steps": 10, "tokens": 5000, "neighbours": neighbours}
 
 
 def page_of(runs: dict) -> str:
@@ -43,7 +43,7 @@ def test_the_page_has_means_intervals_differences_and_failures():
     runs = {
         BASE: {"0": run_of(0.9), "1": run_of(1.4), "2": run_of(2.3), "3": run_of(7.0)},
         "on_policy": {"2": run_of(2.21), "1": run_of(1.3), "0": run_of(0.79)},
-        "both": {"0": run_of(0.9, beside=3)},  # another share of the device
+        "both": {"0": run_of(0.9, neighbours=3)},  # another share of the device
     }
     text = page_of(runs)
     assert "| on-policy only: reverse KL | 81,000,000 | 1.433 ± 1.787 |" in text
@@ -103,7 +103,7 @@ def test_students_train_side_by_side_and_a_second_call_goes_on(tmp_path, capfd):
     (file,) = tmp_path.glob("students-*.json")
     first = json.loads(file.read_text())
     assert first["runs"].keys() == {BASE, "answers", "distilled_0.25"} and not first["failures"]
-    assert all(1 <= runs["0"]["seconds"] < 30 and runs["0"]["beside"] == 2 for runs in first["runs"].values())
+    assert all(1 <= runs["0"]["seconds"] < 30 and runs["0"]["neighbours"] == 2 for runs in first["runs"].values())
 
     students.main([*words, "--ways", BASE, "tuned_0.5", "--seconds", "20"])
     second = json.loads(file.read_text())
