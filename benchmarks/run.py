@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     roofline = Roofline.measure(session.stopwatch, device)
     settle_libraries(device)
     header = report.describe(device, roofline, sys.argv[1:] if argv is None else list(argv), args.rounds)
-    name = f"{args.name or suite.name}-{'smoke' if args.smoke else report.slug(header.device)}"
+    name = f"{args.name or suite.name}-{'smoke' if args.smoke else report.slug(header['device'])}"
 
     results: list[CaseResult] = []
     violations: list[str] = []

@@ -150,12 +150,12 @@ CASES = (
     Case("sft-qwen3-1.7b", "Qwen3-1.7B", 4, 2048, default=False),
     Case("sft-gemma-3-1b", "Gemma-3-1B", 4, 2048, default=False),
     # a half, so that AdamW fits on 80 GB
-    Case("sft-llama-3-8b", "Llama-3-8B, 16 layers", 4, 2048, gently=True, default=False),
+    Case("sft-llama-3-8b", "Llama-3-8B", 4, 2048, layers=16, gently=True, default=False),
     Case("sft-qwen3-1.7b-checkpointing", "Qwen3-1.7B", 4, 2048, checkpointing=True, default=False),
     Case("lora-qwen3-0.6b-packed", SMALL, 4, 2048, "packed", lora_dropout=0.0, default=False),
     Case("lora-qwen3-1.7b", "Qwen3-1.7B", 4, 2048, lora_dropout=0.0, default=False),
     Case(
-        "lora-qwen3-30b-a3b", "Qwen3-30B-A3B, 4 layers", 4, 2048, lora_dropout=0.0, experts=True, default=False
+        "lora-qwen3-30b-a3b", "Qwen3-30B-A3B", 4, 2048, layers=4, lora_dropout=0.0, experts=True, default=False
     ),
     Case("sft-qwen2.5-vl-3b", QWEN_VL, 8, 1024, "image", default=False),
     Case("lora-qwen2.5-vl-3b", QWEN_VL, 8, 1024, "image", lora_dropout=0.0, checkpointing=True, default=False),

@@ -193,28 +193,16 @@ def markdown(header: dict[str, Any], rows: Sequence[Row]) -> str:
 
 def _table_rows(rows: list[Row]) -> list[list[str]]:
     ours = next((row for row in rows if row.provider.name == "ours"), None)
-    best = Best.of([row.measured for row in rows if row.measured and not row.failure])
-    return [[row.provider.title, *_cells(row, ours, best)] for row in rows]
+    good = [row.measured for row in rows if row.measured and not row.failure]
+    best = (
+        min((Spread.of(m.ms).median for m in good), default=0.0),
+        max((m.tokens / m.seconds for m in good), default=0.0),
+        min((m.reserved_mib for m in good if m.reserved_mib is not None), default=0.0),
+    )
+    return [[row.provider.title, *_cells(row, ours, *best)] for row in rows]
 
 
-@dataclass(frozen=True)
-class Best:
-    """The best values in a case."""
-
-    ms: float
-    rate: float
-    peak: float
-
-    @staticmethod
-    def of(measured: Sequence[Measured]) -> Best:
-        return Best(
-            min((Spread.of(m.ms).median for m in measured), default=0.0),
-            max((m.tokens / m.seconds for m in measured), default=0.0),
-            min((m.reserved_mib for m in measured if m.reserved_mib is not None), default=0.0),
-        )
-
-
-def _cells(row: Row, ours: Row | None, best: Best) -> list[str]:
+def _cells(row: Row, ours: Row | None, best_ms: float, best_rate: float, best_peak: float) -> list[str]:
     if row.failure or row.measured is None:
         return [row.failure or "", *[""] * (len(HEADS) - 1)]
     m, ms = row.measured, Spread.of(row.measured.ms)
@@ -222,13 +210,13 @@ def _cells(row: Row, ours: Row | None, best: Best) -> list[str]:
     rate, peak = m.tokens / m.seconds, m.reserved_mib
     padding = f" ({m.padded_tokens / m.seconds:,.0f})" if m.padded_tokens != m.tokens else ""
     return [
-        f"{_bold(f'{ms.median:.1f}', ms.median <= best.ms)} ({ms.p25:.1f} to {ms.p75:.1f})",
+        f"{_bold(f'{ms.median:.1f}', ms.median <= best_ms)} ({ms.p25:.1f} to {ms.p75:.1f})",
         "" if base is None else f"{ms.median / base:.2f}",
         "" if m.busy_ms is None else f"{m.busy_ms:.1f}",
         "" if m.kernels is None else f"{m.kernels:,.0f}",
         "" if m.busy_ms is None else f"{m.traced_ms / m.busy_ms:.2f}",
-        _bold(f"{rate:,.0f}", rate >= best.rate) + padding,
-        "" if peak is None else _bold(f"{peak:,.0f}", peak <= best.peak),
+        _bold(f"{rate:,.0f}", rate >= best_rate) + padding,
+        "" if peak is None else _bold(f"{peak:,.0f}", peak <= best_peak),
         "" if peak is None else f"{peak - m.weights_mib:,.0f}",
         " / ".join(f"{m.losses[step - 1]:.3f}" for step in SHOWN if step <= len(m.losses)),
         f"{row.loss_gap:.1e}, {row.norm_gap:.1e}",
