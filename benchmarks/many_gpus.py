@@ -293,7 +293,10 @@ class Ranks:
         environment = {} if method == "load" else environment_of(gpus, self.tiny)
         for number, rank in enumerate(self.ranks):
             mine = {**environment, **({"RANK": str(number), "LOCAL_RANK": str(number)} if gpus > 1 else {})}
-            rank.start(*(("load",) if method == "load" else ("run_rank", *arguments, gpus, mine)))
+            if method == "load":
+                rank.start("load")
+            else:
+                rank.start("run_rank", *arguments, gpus, mine)
 
     def result(self, seconds: float | None = None) -> tuple[Measured | None, str | None]:
         """Wait for all of them, or for the first that fails: the others wait for it."""

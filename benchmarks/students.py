@@ -239,7 +239,7 @@ class StudentWorker:
         )  # fmt: skip
         return generate(setup.teacher, setup.folder / "rows" / "answers", options).rows
 
-    def make_student(self, setup: Setup, name: str) -> int:
+    def make_student(self, setup: Setup, name: str) -> dict[str, int]:
         """Make a student of fewer units by `init-student`, which measures them on training rows."""
         from liger_trainer.config.run_config import load_run_config
         from liger_trainer.run.models import open_model

@@ -90,7 +90,8 @@ class Case:
 
     def config(self, tiny: bool, teacher: bool = False) -> Any:
         """Return the configuration of the student, or of the teacher."""
-        return config_of(self.teacher if teacher else self.shape, tiny, **self.model_options(tiny, teacher))
+        shape = self.teacher if teacher and self.teacher else self.shape
+        return config_of(shape, tiny, **self.model_options(tiny, teacher))
 
     def model_options(self, tiny: bool, teacher: bool = False) -> dict[str, Any]:
         """Return what `config_of` and `random_model` are given besides the shape."""
@@ -213,7 +214,7 @@ def demo_rows(case: Case) -> list[list[int]]:
     from liger_trainer.run.data.demo_dataset import demo_dataset
     from liger_trainer.run.data.demo_model import resolve_model
 
-    chats = demo_dataset("python_docstrings").train.select(range(4000))
+    chats: Any = demo_dataset("python_docstrings").train.select(range(4000))
     whole = [[*chat["prompt"], *chat["completion"]] for chat in chats]
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(DEMO_MODEL))
     rows = tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"]

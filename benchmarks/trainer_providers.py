@@ -151,7 +151,8 @@ class Run:
         from liger_trainer.run.drop_layers import drop_layers
 
         how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
-        model: Any = AutoModelForCausalLM.from_pretrained(resolve_model(DEMO_MODEL), **how).to(self.device).train()
+        model: Any = AutoModelForCausalLM.from_pretrained(resolve_model(DEMO_MODEL), **how)
+        model.to(self.device).train()
         return drop_layers(model, keep_every_nth=2) if halved else model
 
     def saved(self, model: Any) -> str:
@@ -310,7 +311,7 @@ def make_grpo(run: Run) -> Any:
     return GRPOTrainer(model, reward_funcs=reward, args=args, **inputs)
 
 
-def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     return [float(sum(ids) % 97) for ids in completion_ids]
 
 

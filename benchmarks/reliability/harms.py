@@ -296,7 +296,7 @@ def _long_run(bench: Bench) -> tuple[Path, dict[str, Any]]:
     return folder, outcome(folder / "undisturbed")
 
 
-def _launch(command: list[str], folder: Path, log: Path) -> list[psutil.Process]:
+def _launch(command: list[str], folder: Path, log: Path) -> list[Any]:
     """Return the launcher and its processes, in their second step or later."""
     paths = {"PYTHONPATH": str(Path(liger_trainer.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     environment = {key: value for key, value in {**os.environ, **paths}.items() if key not in ("RANK",)}
