@@ -403,14 +403,17 @@ def _cells(row: GpuRow, rows: Sequence[GpuRow], peak_tflops: float | None) -> li
 
 def main(arguments: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if arguments is None else list(arguments)
-    gpus_there = max(TINY_COUNTS) if "--tiny" in argv else torch.cuda.device_count()
 
     def add_more(parser: argparse.ArgumentParser) -> None:
-        there = [count for count in COUNTS if count <= gpus_there]
         help = "numbers of GPUs; default: all that are there"
-        parser.add_argument("--gpus", type=int, nargs="+", choices=there, default=there, help=help)
+        parser.add_argument("--gpus", type=int, nargs="+", choices=COUNTS, help=help)
 
     options = parse(argv, "many_gpus", __doc__, CASES, "trl,ours", TINY, add_more)
+    there = max(TINY_COUNTS) if options.tiny else torch.cuda.device_count()
+    options.gpus = options.gpus or [count for count in COUNTS if count <= there]
+    if not there or max(options.gpus) > there:
+        print(f"--gpus: {max(options.gpus, default=1)} wanted, {there} there. --tiny needs none.", file=sys.stderr)
+        return 2
     where = provenance(PACKAGES, cuda=None if not options.tiny else False)
     header = {
         **where, "command": shlex.join(["python", "-m", "benchmarks.many_gpus", *without_output(argv)]),

@@ -49,6 +49,11 @@ def test_what_does_not_exist_is_refused(words, message, capsys):
     assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_gpus_that_are_not_there_are_refused(capsys):
+    assert main(["--gpus", "2"]) == 2 and "2 wanted, 0 there" in capsys.readouterr().err
+
+
 def run_tiny(folder, *words, code=0):
     assert main(["--tiny", "--output", str(folder), *words]) == code
     rows = json.loads((folder / "many-gpus-tiny.json").read_text())["results"]
