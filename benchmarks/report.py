@@ -1,7 +1,8 @@
-"""What every benchmark writes: where it ran, Markdown tables, and a JSON file next to them."""
+"""What every benchmark reads and writes: names on a command line; where it ran, Markdown tables, a JSON file."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -11,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -119,3 +121,15 @@ def listing(cases: Sequence[Any], providers: Sequence[Any]) -> str:
     lines = [case.name + ("" if case.default else " (only by name)") for case in cases]
     lines += [f"{provider.name}: {provider.title} ({', '.join(provider.kinds)})" for provider in providers]
     return "\n".join(lines)
+
+
+def matching(patterns: str, names: Sequence[str], what: str, parser: argparse.ArgumentParser) -> set[str]:
+    """Names that match any of the comma-separated globs; a glob that matches none is an error."""
+    chosen: set[str] = set()
+    for pattern in patterns.split(","):
+        matches = {name for name in names if fnmatchcase(name, pattern.strip())}
+        if not matches:
+            choices = ", ".join(dict.fromkeys(names))
+            parser.error(f"no {what} is called {pattern.strip()!r}; there are: {choices}")
+        chosen |= matches
+    return chosen

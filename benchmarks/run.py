@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from . import plots, report
-from .choose import matching
 from .losses import LossSuite
 from .measure import Roofline, Stopwatch, settle_libraries
 from .ops import OpSuite
+from .report import matching
 from .suite import CaseResult, Provider, Session, Suite
 
 SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (LossSuite, OpSuite)}

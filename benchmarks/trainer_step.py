@@ -29,10 +29,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .choose import matching
 from .measure import Spread
 from .processes import Process, context_for, say
-from .report import join_versions, provenance, slug, table, without_output, write
+from .report import join_versions, matching, provenance, slug, table, without_output, write
 from .trainer_cases import CASES, LOSS_TOLERANCE, MEAN_LENGTH, NORM_TOLERANCE, PLAN, TINY_PLAN, Case
 from .trainer_providers import PROVIDERS, REFERENCE, Provider, variant
 from .trainer_worker import Measured, TrainerWorker
