@@ -19,7 +19,7 @@ KIND = "document_attention"
 
 
 def lengths_of(case: OpCase) -> list[int]:
-    """Return the lengths of a case's documents: all of one length, or those of a real mix."""
+    """Return the lengths of a case's documents: all of one length, or a real mix."""
     if case.document:
         return [case.document] * (case.tokens // case.document)
     ends = np.cumsum(draw_lengths(np.random.default_rng(0), case.tokens).astype(int))
@@ -53,13 +53,7 @@ def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Te
     return torch.cat(outputs, 2)[0].transpose(0, 1)
 
 
-ATTENTION = Op(
-    KIND, inputs, one_by_one,
-    leaves=("q", "k", "v"),
-    forward=("q", "k", "v", "out0"),
-    backward=("d_out0", "out0", "q", "k", "v", "d_q", "d_k", "d_v"),
-    flops=flops,
-)  # fmt: skip
+ATTENTION = Op(KIND, inputs, one_by_one, ("q", "k", "v"), reads=("out0", "q", "k", "v"), flops=flops)
 CASES = (
     OpCase("document_attention-16+8", ATTENTION, 128, heads=(16, 8), host=True),
     OpCase("document_attention-32+8x64", ATTENTION, 64, heads=(32, 8)),

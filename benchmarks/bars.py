@@ -1,9 +1,10 @@
-"""README's figure: time and memory of whole models as bars, from the JSON of `benchmarks.compiled`.
+"""README's figure: time and memory of whole models as bars, from the JSON of `benchmarks.trainer_step`.
 
-    python -m benchmarks.bars docs/results/compiled-<device>.json       # beside it: -light.svg and -dark.svg
+    python -m benchmarks.bars docs/results/FILE.json       # writes FILE-light.svg and FILE-dark.svg next to it
+    python -m benchmarks.bars docs/results/FILE.json --cases sft-qwen3-0.6b sft-llama-3.2-1b
 
-Written out by hand instead of through matplotlib: the same bytes everywhere, so that a test can hold that the figure
-shows the file.
+The SVG is written by hand instead of through matplotlib, so that it has the same bytes everywhere and a test can check
+that the figure shows the file. Also reads the JSON of `benchmarks.compiled`, a script of the commits up to d2208ce.
 """
 
 import argparse
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 TITLES = {
-    "ours": "liger-trainer", "plain_compiled": "torch.compile", "liger": "Liger-Kernel", "plain": "transformers",
+    "ours": "liger-trainer", "trl_compiled": "torch.compile", "trl_liger": "Liger-Kernel", "trl": "TRL",
+    "plain_compiled": "torch.compile", "liger": "Liger-Kernel", "plain": "transformers",
 }  # fmt: skip
 THEMES = {
     "light": {"text": "#1f2328", "faint": "#59636e", "ours": "#0969da", "other": "#c4ccd6"},
@@ -28,18 +30,19 @@ TOP, LINE, THICK, GAP = 34, 24, 16, 40  # the heading, a bar's line, a bar, befo
 GIB = 1024
 
 
-def figure(run: dict[str, Any], theme: str) -> str:
-    """An SVG without a background: a line for each of TITLES in each shape, milliseconds left and GiB right.
+def figure(run: dict[str, Any], theme: str, cases: Sequence[str] = ()) -> str:
+    """Return an SVG without a background: a line for each of TITLES in each case, milliseconds left and GiB right.
 
     Raises:
         SystemExit: the run has no times, since its accuracy gate refused.
     """
-    if run["gate"]:
+    if run.get("gate"):
         raise SystemExit("no times to draw: the accuracy gate refused.")
-    shown = [result for result in run["results"] if result["provider"] in TITLES and result["ms"]]
+    timed = [result for result in run["results"] if result["provider"] in TITLES and result.get("ms")]
+    shown = [result for result in timed if not cases or result["case"] in cases]
     columns = [
         ("milliseconds", [statistics.median(result["ms"]) for result in shown]),
-        ("GiB above the weights", [result["peak_mib"] / GIB for result in shown]),
+        ("GiB above the weights", [_above_weights(result) / GIB for result in shown]),
     ]
     rows = {(x["case"], x["provider"]): number for number, x in enumerate(shown)}
     parts, y = [], 0
@@ -55,6 +58,10 @@ def figure(run: dict[str, Any], theme: str) -> str:
             y += LINE
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}"'
     return "\n".join([f'{head} font-family="{FONT}" font-size="13">', *parts, "</svg>", ""])
+
+
+def _above_weights(result: dict[str, Any]) -> float:
+    return result["peak_mib"] if "peak_mib" in result else result["reserved_mib"] - result["weights_mib"]
 
 
 def _line(y: int, provider: str, row: int, columns: Sequence[Sequence[float]], theme: str) -> list[str]:
@@ -75,14 +82,16 @@ def _text(x: float, y: int, text: str, theme: str, style: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the figures beside the JSON and print their paths."""
+    """Write the figures next to the JSON and print their paths."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, metavar="JSON")
-    source: Path = parser.parse_args(arguments).source
+    parser.add_argument("--cases", nargs="+", default=(), help="draw only these")
+    options = parser.parse_args(arguments)
+    source: Path = options.source
     run = json.loads(source.read_text())
     for theme in THEMES:
         path = source.with_name(f"{source.stem}-{theme}.svg")
-        path.write_text(figure(run, theme))
+        path.write_text(figure(run, theme, options.cases))
         print(path)
 
 

@@ -1,6 +1,6 @@
 """Who computes the fused losses: a provider turns a case into a function of its tensors, importing the peer then.
 
-The functions take hidden, weight and labels by name, those of a divergence also teacher_hidden and teacher_weight.
+The functions take hidden, weight and labels by name, and for a divergence teacher_hidden and teacher_weight.
 """
 
 from __future__ import annotations

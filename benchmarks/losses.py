@@ -25,7 +25,7 @@ ERROR_HEADS = {"loss": "loss error", "hidden": "dX error", "weight": "dW error"}
 class Memory:
     """MiB above what was allocated before the provider's first call.
 
-    `peak` is that of a step; `kept` stays between steps (cached workspaces), and the peak includes it.
+    `peak` is a step's; `kept` stays between steps (cached workspaces), and the peak includes it.
     """
 
     peak: float
@@ -62,9 +62,9 @@ class LossStep:
 
 class LossSuite(Suite):
     name = "losses"
-    title = "Fused losses beside their peers"
+    title = "Fused losses compared with their peers"
     method = """\
-Forward and backward together, in one process, providers interleaved in an order drawn anew each round, after
+Forward and backward together, in one process, providers interleaved in another order each round, after
 three warm-ups; on a GPU by device events with L2 flushed before each measurement, on a CPU by the wall clock.
 Times are medians (quartiles). Ratio: time over ours, paired by round, so above 1 is slower than ours. Memory:
 peak above the inputs, gradients included. TFLOP/s count the matrix products that the supervised tokens need;

@@ -1,4 +1,4 @@
-"""How time is taken: providers interleaved, medians with quartiles, and the machine's own limits beside them."""
+"""How time is taken: providers interleaved, medians with quartiles, and the machine's own limits."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _driver_allocations() -> int:
 
 
 class Clock(Protocol):
-    """Time a call, in a unit of its own."""
+    """Time a call, in any unit."""
 
     def time(self, call: Any, /) -> Any: ...
 
@@ -88,7 +88,7 @@ def interleave(
 ) -> dict[str, list[Any]]:
     """Measure every call once a round. After `deadline` (`time.monotonic` seconds) only the first round starts.
 
-    The order is drawn anew each round, so that no provider always follows the one that heats the chip.
+    Each round has another order, so that no provider always follows the one that heats the chip.
     """
     shuffle = random.Random(0).shuffle
     times: dict[str, list[Any]] = {name: [] for name in calls}

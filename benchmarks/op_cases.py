@@ -21,20 +21,25 @@ SEQUENCE = 2048  # tokens of one sequence; more tokens are more sequences
 class Op:
     """One operation on named tensors.
 
-    `plain` is the op in plain torch, as model code has it: in high precision it is the truth, in the case's dtype the
-    eager provider. `leaves` are the tensors that get a gradient. `forward` and `backward` name the tensors that must be
-    moved, whoever computes the op: inputs by name, outputs as out0, out1, ..., gradients as d_<name>. `is_loss`: the
-    output is a scalar, the mean over rows of something a row.
+    Attributes:
+        plain: the op in plain torch, as model code has it: in high precision it is the truth, in the case's dtype the
+            eager provider.
+        leaves: the tensors that get a gradient.
+        reads: what a backward must read besides the gradients of the outputs; None for all inputs. out0, out1, ... are
+            outputs.
+        writes: the tensors whose gradients a backward must write; None for all leaves.
+        is_loss: the output is a scalar, the mean over rows of something a row.
+        flops: of the matrix products in a pass.
     """
 
     name: str
     make: Callable[[OpCase, Draw], dict[str, torch.Tensor]]
     plain: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
     leaves: tuple[str, ...]
-    forward: tuple[str, ...]
-    backward: tuple[str, ...]
+    reads: tuple[str, ...] | None = None
+    writes: tuple[str, ...] | None = None
     is_loss: bool = False
-    flops: Callable[[OpCase, str], float] | None = None  # of the matrix products in a pass
+    flops: Callable[[OpCase, str], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,23 +100,20 @@ class OpCase:
 
 
 def bytes_moved(case: OpCase, operands: Operands) -> dict[str, int]:
-    """Return what each pass must read and write.
+    """Return what each pass must read and write, whoever computes the op.
 
     Both passes of a loss together need less than their sum: it can make its gradient while it reads its inputs.
     """
+    op, inputs = case.op, tuple(operands.tensors)
     sizes = {name: x.nbytes for name, x in operands.tensors.items()}
-    sizes |= {f"out{i}": x.nbytes for i, x in enumerate(operands.upstream)}  # a gradient has its output's size
-
-    def total(names: tuple[str, ...]) -> int:
-        return sum(sizes[name.removeprefix("d_")] for name in names)
-
-    op = case.op
-    forward, backward = total(op.forward), total(op.backward)
-    return {
-        "forward": forward,
-        "backward": backward,
-        "both": forward + (total(op.leaves) if op.is_loss else backward),
-    }
+    outputs = {f"out{i}": x.nbytes for i, x in enumerate(operands.upstream)}  # a gradient has its output's size
+    scalars = sum(outputs.values()) if op.is_loss else 0
+    forward = sum(sizes.values()) + sum(outputs.values()) - scalars
+    reads, writes = inputs if op.reads is None else op.reads, op.leaves if op.writes is None else op.writes
+    sizes |= outputs
+    backward = sum(outputs.values()) - scalars + sum(sizes[name] for name in (*reads, *writes))
+    gradients = sum(sizes[name] for name in op.leaves)
+    return {"forward": forward, "backward": backward, "both": forward + (gradients if op.is_loss else backward)}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -253,68 +255,24 @@ def _distributions(log_input: bool, log_target: bool) -> Callable:
     return make
 
 
-def _glu(name: str, plain: Callable) -> Op:
-    rows, gate_up = _norm("gate", "up", weights=()), ("gate", "up")
-    return Op(name, rows, plain, gate_up, (*gate_up, "out0"), ("d_out0", *gate_up, "d_gate", "d_up"))
-
-
-def _loss(name: str, make: Callable, plain: Callable, leaf: str, given: str, backward: tuple[str, ...]) -> Op:
-    return Op(name, make, plain, (leaf,), (leaf, given), (*backward, f"d_{leaf}"), is_loss=True)
-
-
-_NORM_BACKWARD = ("d_out0", "x", "weight", "d_x", "d_weight")
-_ROPE_INPUTS = ("q", "k", "cos", "sin")
-_QK_WEIGHTS = ("q_weight", "k_weight")
-
-RMS_NORM = Op("rms_norm", _norm("x"), rms_norm, ("x", "weight"), ("x", "weight", "out0"), _NORM_BACKWARD)
+RMS_NORM = Op("rms_norm", _norm("x"), rms_norm, ("x", "weight"))
 ADD_RMS_NORM = Op(
-    "add_rms_norm",
-    _norm("x", "residual"),
-    add_rms_norm,
-    leaves=("x", "residual", "weight"),
-    forward=("x", "residual", "weight", "out0", "out1"),
-    backward=("d_out0", "d_out1", "out1", "weight", "d_x", "d_weight"),  # d_residual is d_x
-)
+    "add_rms_norm", _norm("x", "residual"), add_rms_norm, ("x", "residual", "weight"), reads=("out1", "weight"),
+    writes=("x", "weight"),  # the residual's gradient is that of x
+)  # fmt: skip
 LAYER_NORM = Op(
-    "layer_norm",
-    _norm("x", weights=("weight", "bias")),
-    layer_norm,
-    leaves=("x", "weight", "bias"),
-    forward=("x", "weight", "bias", "out0"),
-    backward=(*_NORM_BACKWARD, "d_bias"),
+    "layer_norm", _norm("x", weights=("weight", "bias")), layer_norm, ("x", "weight", "bias"), ("x", "weight")
 )
-ROPE = Op(
-    "rope",
-    _rope_inputs,
-    rope,
-    leaves=("q", "k"),
-    forward=(*_ROPE_INPUTS, "out0", "out1"),
-    backward=("d_out0", "d_out1", "cos", "sin", "d_q", "d_k"),
-)
-QK_NORM_ROPE = Op(
-    "qk_norm_rope",
-    _qk_norm_rope_inputs,
-    qk_norm_rope,
-    leaves=("q", "k", *_QK_WEIGHTS),
-    forward=(*_ROPE_INPUTS, *_QK_WEIGHTS, "out0", "out1"),
-    backward=(*_ROPE_INPUTS, *_QK_WEIGHTS, "d_out0", "d_out1", "d_q", "d_k", "d_q_weight", "d_k_weight"),
-)
-SWIGLU = _glu("swiglu", swiglu)
-GEGLU = _glu("geglu", geglu)
-RELU2 = Op("relu2", _norm("x", weights=()), relu2, ("x",), ("x", "out0"), ("d_out0", "x", "d_x"))
-GATED_LINEAR = Op(
-    "gated_linear",
-    _gated_linear_inputs,
-    gated_linear,
-    leaves=("gate", "up", "weight"),
-    forward=("gate", "up", "weight", "out0"),
-    backward=("d_out0", "gate", "up", "weight", "d_gate", "d_up", "d_weight"),
-    flops=_linear_flops,
-)
-CROSS_ENTROPY = _loss("cross_entropy", _logits_and_labels, cross_entropy, "logits", "labels", ("logits",))
-KL_DIV = _loss("kl_div", _distributions(True, False), kl_div, "input", "target", ("target",))
-JSD = _loss("jsd", _distributions(True, True), jsd, "input", "target", ("input", "target"))
-TVD = _loss("tvd", _distributions(False, False), tvd, "input", "target", ("input", "target"))
+ROPE = Op("rope", _rope_inputs, rope, ("q", "k"), reads=("cos", "sin"))
+QK_NORM_ROPE = Op("qk_norm_rope", _qk_norm_rope_inputs, qk_norm_rope, ("q", "k", "q_weight", "k_weight"))
+SWIGLU = Op("swiglu", _norm("gate", "up", weights=()), swiglu, ("gate", "up"))
+GEGLU = Op("geglu", _norm("gate", "up", weights=()), geglu, ("gate", "up"))
+RELU2 = Op("relu2", _norm("x", weights=()), relu2, ("x",))
+GATED_LINEAR = Op("gated_linear", _gated_linear_inputs, gated_linear, ("gate", "up", "weight"), flops=_linear_flops)
+CROSS_ENTROPY = Op("cross_entropy", _logits_and_labels, cross_entropy, ("logits",), ("logits",), is_loss=True)
+KL_DIV = Op("kl_div", _distributions(True, False), kl_div, ("input",), ("target",), is_loss=True)
+JSD = Op("jsd", _distributions(True, True), jsd, ("input",), is_loss=True)
+TVD = Op("tvd", _distributions(False, False), tvd, ("input",), is_loss=True)
 OPS = (
     RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ROPE, QK_NORM_ROPE, SWIGLU, GEGLU, RELU2, GATED_LINEAR, CROSS_ENTROPY, KL_DIV,
     JSD, TVD,
@@ -344,12 +302,6 @@ CASES = (
     OpCase("gated_linear-14336", GATED_LINEAR, 14336, hidden_size=4096, host=True),
     OpCase("gated_linear-3072", GATED_LINEAR, 3072, hidden_size=1024),
     OpCase("tvd-128256", TVD, 128256, **_FP32, host=True),
-    *(OpCase(f"jsd-{v}", JSD, v, **_FP32, default=False) for v in (16384, 65536)),
-    *(OpCase(f"kl_div-{v}", KL_DIV, v, **_FP32, default=False) for v in (8192, 16384, 65536, 262144)),
-    *(
-        OpCase(f"{op.name}-128256-grad0.5", op, 128256, 4096, grad_output=0.5, default=False)
-        for op in (CROSS_ENTROPY, JSD)
-    ),
 )
 
 _TINY = {"tokens": 24, "dtype": torch.float32}

@@ -1,4 +1,4 @@
-"""The suite of the ops on plain tensors: forward and backward apart, the kernels alone."""
+"""The suite of the ops on plain tensors: forward and backward separately, only the kernels."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def _stream() -> torch.cuda.Stream:
 
 class OpSuite(Suite):
     name = "ops"
-    title = "Ops beside their peers"
+    title = "Ops compared with their peers"
     method = """\
-Forward and backward apart, in one process, providers interleaved in an order drawn anew each round. On a GPU each pass
+Forward and backward separately, in one process, providers interleaved in another order each round. On a GPU each pass
 is captured in a CUDA graph, the forward with autograd on, and replayed with L2 flushed before it and so many sets of
-operands in one replay that none of them is still in L2: the kernels' time alone. A pass marked `*` is timed by events
+operands in one replay that none of them is still in L2: only the kernels' time. A pass marked `*` is timed by events
 around launches from Python, where the provider waits for the device and so cannot be captured, or where a step needs
 more memory than graphs should keep; its ratio is to ours timed in that way too. On a CPU all is wall clock.
 
 Times are medians (quartiles) in microseconds. Ratio: time over ours, paired by round, so above 1 is slower than ours.
 Both: the sum, round by round. Floor: the time of the bytes that any implementation must read and write at the measured
 rate of a copy, or of the matrix products at theirs. Memory, in MiB above the operands: the peak of a step, outputs and
-gradients included; and what lies between its passes beside the outputs. Cost of calling: wall time of forward and
+gradients included; and what is held between its passes besides the outputs. Cost of calling: wall time of forward and
 backward of 512 tokens, called through autograd from Python, ten in a row. Errors: relative L2 distance from plain torch
 on the same operands in fp32 without TF32 (in fp64 for fp32 operands, and on a CPU); `!` marks more than the bound,
 which is twice the error of plain torch in the operands' dtype plus a floor. Ours must stay within it, and must not wait
@@ -70,7 +70,7 @@ for the device."""
 
     @contextmanager
     def stream(self, device: torch.device) -> Iterator[None]:
-        """Run everything that may be captured on one stream of its own: nothing on the default stream can be."""
+        """Run everything that may be captured on a separate stream: nothing on the default stream can be."""
         if device.type != "cuda":
             yield
             return

@@ -1,4 +1,4 @@
-"""How an op is measured: its passes apart, the kernels alone by CUDA graphs; what it holds; what calling it costs."""
+"""How an op is measured: each pass separately, only its kernels by CUDA graphs; what it holds; what a call costs."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def number_of_copies(operands: Operands) -> int:
 
 @dataclass(frozen=True)
 class Held:
-    """MiB above the operands: the peak of a step, and what lies between its passes beside the outputs."""
+    """MiB above the operands: the peak of a step, and what is held between its passes besides the outputs."""
 
     peak: float
     between: float

@@ -1,7 +1,8 @@
-"""What every benchmark writes: where it ran, Markdown tables, and a JSON file beside them."""
+"""What every benchmark reads and writes: names on a command line; where it ran, Markdown tables, a JSON file."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -10,7 +11,8 @@ import shlex
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
+from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,36 +24,24 @@ from .measure import Roofline, Spread
 PACKAGES = ("torch", "triton", "liger-kernel", "trl", "cut-cross-entropy", "quack-kernels", "transformers")
 
 
-@dataclass(frozen=True)
-class Header:
-    """Where and how a run was made."""
-
-    device: str
-    date: str
-    commit: str
-    command: str
-    python: str
-    packages: dict[str, str]
-    rounds: int
-    roofline: Roofline
-
-    def __str__(self) -> str:
-        limits = self.roofline
-        return "\n".join(
-            (
-                f"- {self.device}, {self.date}, commit {self.commit}",
-                f"- `{self.command}`: {self.rounds} rounds",
-                f"- Python {self.python}, {join_versions(self.packages)}",
-                f"- Measured limits: matrix product {limits.gemm_tflops:.3g} TFLOP/s ({limits.gemm_shape}), "
-                f"copy {limits.copy_gbs:.0f} GB/s",
-            )
-        )
-
-
-def describe(device: torch.device, roofline: Roofline, arguments: Sequence[str], rounds: int) -> Header:
+def describe(device: torch.device, roofline: Roofline, arguments: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Return where and how a run of `benchmarks.run` was made."""
     where = provenance(PACKAGES, device.type == "cuda")
     command = shlex.join(["python", "-m", "benchmarks.run", *without_output(arguments)])
-    return Header(**where, command=command, python=platform.python_version(), rounds=rounds, roofline=roofline)
+    python = platform.python_version()
+    return {**where, "command": command, "python": python, "rounds": rounds, "roofline": asdict(roofline)}
+
+
+def head(header: dict[str, Any]) -> str:
+    """Return the list at the top of a page, of what `describe` returns."""
+    limits = Roofline(**header["roofline"])
+    return "\n".join([
+        f"- {header['device']}, {header['date']}, commit {header['commit']}",
+        f"- `{header['command']}`: {header['rounds']} rounds",
+        f"- Python {header['python']}, {join_versions(header['packages'])}",
+        f"- Measured limits: matrix product {limits.gemm_tflops:.3g} TFLOP/s ({limits.gemm_shape}), copy "
+        f"{limits.copy_gbs:.0f} GB/s",
+    ])  # fmt: skip
 
 
 def provenance(packages: Sequence[str], cuda: bool | None = None) -> dict[str, Any]:
@@ -131,3 +121,15 @@ def listing(cases: Sequence[Any], providers: Sequence[Any]) -> str:
     lines = [case.name + ("" if case.default else " (only by name)") for case in cases]
     lines += [f"{provider.name}: {provider.title} ({', '.join(provider.kinds)})" for provider in providers]
     return "\n".join(lines)
+
+
+def matching(patterns: str, names: Sequence[str], what: str, parser: argparse.ArgumentParser) -> set[str]:
+    """Names that match any of the comma-separated globs; a glob that matches none is an error."""
+    chosen: set[str] = set()
+    for pattern in patterns.split(","):
+        matches = {name for name in names if fnmatchcase(name, pattern.strip())}
+        if not matches:
+            choices = ", ".join(dict.fromkeys(names))
+            parser.error(f"no {what} is called {pattern.strip()!r}; there are: {choices}")
+        chosen |= matches
+    return chosen

@@ -1,4 +1,4 @@
-"""The accuracy gate, then time and memory beside the peers in one interleaved run: fused losses, or layers' ops.
+"""The accuracy gate, then time and memory of ours and of peers in one interleaved run: fused losses, or layers' ops.
 
     python -m benchmarks.run                                  # the fused losses, on a GPU, into docs/results
     python -m benchmarks.run --cases 'ce-*' --providers liger,trl --rounds 15
@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from . import plots, report
-from .choose import matching
 from .losses import LossSuite
 from .measure import Roofline, Stopwatch, settle_libraries
 from .ops import OpSuite
+from .report import matching
 from .suite import CaseResult, Provider, Session, Suite
 
 SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (LossSuite, OpSuite)}
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     roofline = Roofline.measure(session.stopwatch, device)
     settle_libraries(device)
     header = report.describe(device, roofline, sys.argv[1:] if argv is None else list(argv), args.rounds)
-    name = f"{args.name or suite.name}-{'smoke' if args.smoke else report.slug(header.device)}"
+    name = f"{args.name or suite.name}-{'smoke' if args.smoke else report.slug(header['device'])}"
 
     results: list[CaseResult] = []
     violations: list[str] = []
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--suite", choices=SUITES, default="losses", help="losses: fused losses (default); ops: the ops of the layers")
-    add("--cases", help="comma-separated names or globs; default: those of the suite's tables")
+    add("--cases", help="comma-separated names or globs; default: the suite's tables")
     add("--providers", help="comma-separated names or globs; ours is always run")
     add("--rounds", type=int, help="interleaved rounds (default 10; 3 with --smoke)")
     add("--grad-output", type=float, help="upstream gradient of every loss (default: the case's, 1)")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from .measure import Roofline, Spread, Stopwatch, explain, interleave, release_memory
 from .operands import Operands, Restorer, bits
 from .reference import Errors, Values, compare, error_bound, evaluate
-from .report import Header, row, table
+from .report import head, row, table
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Suite(ABC):
 
     @abstractmethod
     def summary(self, cases: Sequence[CaseResult]) -> list[str]:
-        """Return the sections before those of the single cases."""
+        """Return the sections before the single cases."""
 
     @abstractmethod
     def sentence(self, outcome: CaseResult) -> str: ...
@@ -216,14 +216,14 @@ class Suite(ABC):
         """Return the lines below the table of a case."""
         return []
 
-    def markdown(self, header: Header, cases: Sequence[CaseResult], violations: Sequence[str]) -> str:
+    def markdown(self, header: dict[str, Any], cases: Sequence[CaseResult], violations: Sequence[str]) -> str:
         if violations:
             reasons = [f"- {reason}" for reason in violations]
             summary = ["\n".join(["**The accuracy gate refused: no times.**", "", *reasons])]
         else:
             summary = self.summary(cases)
         details = [self._details(outcome, timed=not violations) for outcome in cases]
-        sections = [f"# {self.title}", str(header), self.method, *summary, *details]
+        sections = [f"# {self.title}", head(header), self.method, *summary, *details]
         return "\n\n".join(section for section in sections if section) + "\n"
 
     def _details(self, outcome: CaseResult, timed: bool) -> str:
@@ -242,7 +242,7 @@ class Suite(ABC):
         lines += [self.sentence(outcome), "", *table(["provider", *times, *heads.values()], rows), bound]
         return "\n".join([*lines, *self.notes(outcome)])
 
-    def data(self, header: Header, cases: Sequence[CaseResult], violations: Sequence[str]) -> dict[str, Any]:
+    def data(self, header: dict[str, Any], cases: Sequence[CaseResult], violations: Sequence[str]) -> dict[str, Any]:
         """Return what the JSON file holds."""
         rows = []
         for outcome in cases:
@@ -251,7 +251,7 @@ class Suite(ABC):
                 common = {"name": result.provider.name, "failure": result.failure}
                 providers.append(common | self.provider_data(result, outcome, timed=not violations))
             rows.append({**self.case_data(outcome, timed=not violations), "providers": providers})
-        return {"header": asdict(header), "gate": list(violations), "cases": rows}
+        return {"header": header, "gate": list(violations), "cases": rows}
 
 
 def _high_precision(case: Any, device: torch.device) -> torch.dtype:

@@ -1,7 +1,8 @@
 """Trainings that `benchmarks.trainer_step` measures: a model, how it is trained, and rows, the same for every provider.
 
-Token ids are random with Zipf's frequencies, so that a model of random weights has something to learn: the loss falls.
-Lengths of real mixes are log-normal with a mean of MEAN_LENGTH tokens, between SHORTEST and LONGEST.
+To measure another training, add a `Case` to CASES. Token ids are random with Zipf's frequencies, so that a model with
+random weights has something to learn: the loss falls. Lengths of real mixes are log-normal with a mean of MEAN_LENGTH
+tokens, between SHORTEST and LONGEST.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from .shapes import config_of
+from .shapes import config_of, vision_sizes
 
 MEAN_LENGTH, SHORTEST, LONGEST, SIGMA = 300, 16, 2048, 1.0
 TINY_LENGTH, TINY_SCALE = 32, 32  # of full rows; and what the other lengths are divided by
+DEMO_MODEL = "demo:smollm2-135m-instruct"
 PAD, END, FIRST = 0, 1, 2  # ids; words begin at FIRST
+FIRST_BESIDE_IMAGE, LAST_BESIDE_IMAGE = 10, 100_000  # words of rows with an image: none of them is a mark of one
 SPECIAL: dict[str, Any] = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}  # of a model
 
 
@@ -34,6 +37,13 @@ class Plan:
 
 
 PLAN, TINY_PLAN = Plan(6, 20, 4), Plan(2, 6, 2)
+LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 0.02
+
+
+SIZES = {
+    "full": "{} x {}", "packed": "packed {} x {}", "padded": "padded {} rows of at most {}",
+    "image": "{} x {} with an image",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,14 +51,21 @@ class Case:
     """A training.
 
     Attributes:
-        rows: of a batch, in one micro-batch.
+        rows: of a batch, in one micro-batch. A row of DPO is a pair.
         length: tokens of a row: all have as many, or are packed into as many, or have at most as many.
-        layout: "full", "packed" or "padded".
+        layout: "full", "packed", "padded", or "image": one image, then text.
+        method: "DPO" or "GRPO"; empty for fine-tuning, and for distillation, which has a teacher.
         teacher: the teacher's shape, of a distillation by forward KL.
         lora_dropout: of adapters of rank 16 on all linear layers; None trains all weights.
+        experts: whether there are adapters on stacked experts too.
         four_bit: whether the adapters' base is quantised by bitsandbytes (nf4).
         gently: half the rate, reached within the warm-up: the losses of wide models jump at more.
         default: whether it runs without being named.
+        plan: the steps, at full size.
+        layers, teacher_layers: of the models, where they have fewer than their shapes.
+        selective: only every second layer is checkpointed.
+        fp32: trained weights are kept in fp32, and computed with in bf16.
+        demo: on real rows, with the weights of the shape's model, or of half of its layers where all are trained.
     """
 
     name: str
@@ -56,19 +73,44 @@ class Case:
     rows: int
     length: int
     layout: str = "full"
+    method: str = ""
     teacher: str | None = None
     lora_dropout: float | None = None
+    experts: bool = False
     four_bit: bool = False
     checkpointing: bool = False
     gently: bool = False
     default: bool = True
+    plan: Plan = PLAN
+    layers: int | None = None
+    teacher_layers: int | None = None
+    selective: bool = False
+    fp32: bool = False
+    demo: bool = False
+
+    def config(self, tiny: bool, teacher: bool = False) -> Any:
+        """Return the configuration of the student, or of the teacher."""
+        shape = self.teacher if teacher and self.teacher else self.shape
+        return config_of(shape, tiny, **self.model_options(tiny, teacher))
+
+    def model_options(self, tiny: bool, teacher: bool = False) -> dict[str, Any]:
+        """Return what `config_of` and `random_model` are given besides the shape."""
+        layers = self.teacher_layers if teacher else self.layers
+        return {**SPECIAL, **({"num_hidden_layers": layers} if layers and not tiny else {})}
 
     @property
     def kind(self) -> str:
-        return "SFT" if self.teacher is None else "KD"
+        return self.method or ("SFT" if self.teacher is None else "KD")
+
+    @property
+    def tolerances(self) -> tuple[float, float]:
+        """Return how far a loss may be from the reference's, over its first one, and the first gradient norm."""
+        return (0.05, 0.05) if self.method else (LOSS_TOLERANCE, NORM_TOLERANCE)
 
     def learning_rate(self, tiny: bool) -> float:
-        """Return one at which bf16 weights move: half of their last digit is about 6e-5."""
+        """Return one at which bf16 weights move: half of their last digit is about 6e-5. Preferences jump at more."""
+        if self.method or self.demo:
+            return 1e-5 if self.method else 2e-4
         return (1e-4 if self.lora_dropout is None else 5e-4) * (50 if tiny else 1) / (2 if self.gently else 1)
 
     @property
@@ -81,14 +123,20 @@ class Case:
     def __str__(self) -> str:
         how = "all weights" if self.lora_dropout is None else f"{'Q' * self.four_bit}LoRA r 16"
         how += f", dropout {self.lora_dropout:g}" if self.lora_dropout else ""
+        how += " and experts" * self.experts
         what = f"{self.shape} from {self.teacher}" if self.teacher else self.shape
-        size = {"full": "{} x {}", "packed": "packed {} x {}", "padded": "padded {} rows of at most {}"}[self.layout]
-        size = size.format(self.rows, self.length)
-        more = ", gradient checkpointing" * self.checkpointing + ", half the rate, rising at first" * self.gently
+        what += " with its weights, real rows" * self.demo
+        size = SIZES[self.layout].format(self.rows, self.length)
+        more = ", gradient checkpointing" * self.checkpointing + " of every second layer" * self.selective
+        more += ", half the rate, rising at first" * self.gently
+        more += f", {self.layers} layers of {self.shape}" if self.layers else ""
+        more += f", {self.teacher_layers} layers of {self.teacher}" if self.teacher_layers else ""
         return f"{self.kind}, {what}, {how}, {size}{more}"
 
 
-SMALL, LLAMA = "Qwen3-0.6B", "Llama-3.2-1B"
+SMALL, LLAMA, QWEN_VL, GEMMA = "Qwen3-0.6B", "Llama-3.2-1B", "Qwen2.5-VL-3B, 8 layers", "Gemma-3-4B, 8 layers"
+DEMO: dict[str, Any] = {"demo": True, "fp32": True, "default": False, "plan": Plan(6, 90, 4)}
+SAMPLED = Plan(2, 6, 2)  # GRPO samples for all steps before the first: more would not fit
 CASES = (
     Case("sft-qwen3-0.6b", SMALL, 8, 1024),
     Case("sft-qwen3-0.6b-packed", SMALL, 4, 2048, "packed"),
@@ -103,33 +151,83 @@ CASES = (
     Case("sft-qwen3-1.7b", "Qwen3-1.7B", 4, 2048, default=False),
     Case("sft-gemma-3-1b", "Gemma-3-1B", 4, 2048, default=False),
     # a half, so that AdamW fits on 80 GB
-    Case("sft-llama-3-8b", "Llama-3-8B, 16 layers", 4, 2048, gently=True, default=False),
+    Case("sft-llama-3-8b", "Llama-3-8B", 4, 2048, layers=16, gently=True, default=False),
     Case("sft-qwen3-1.7b-checkpointing", "Qwen3-1.7B", 4, 2048, checkpointing=True, default=False),
     Case("lora-qwen3-0.6b-packed", SMALL, 4, 2048, "packed", lora_dropout=0.0, default=False),
     Case("lora-qwen3-1.7b", "Qwen3-1.7B", 4, 2048, lora_dropout=0.0, default=False),
-)
+    Case(
+        "lora-qwen3-30b-a3b", "Qwen3-30B-A3B", 4, 2048, layers=4, lora_dropout=0.0, experts=True, default=False
+    ),
+    Case("sft-qwen2.5-vl-3b", QWEN_VL, 8, 1024, "image", default=False),
+    Case("lora-qwen2.5-vl-3b", QWEN_VL, 8, 1024, "image", lora_dropout=0.0, checkpointing=True, default=False),
+    Case("sft-gemma-3-4b", GEMMA, 8, 1024, "image", default=False),
+    Case("lora-gemma-3-4b", GEMMA, 8, 1024, "image", lora_dropout=0.0, checkpointing=True, default=False),
+    Case("sft-smollm2", "SmolLM2-135M", 8, 256, "padded", **DEMO),
+    Case("sft-smollm2-packed", "SmolLM2-135M", 8, 256, "packed", **DEMO),
+    Case("lora-smollm2", "SmolLM2-135M", 8, 256, "padded", lora_dropout=0.0, **DEMO),
+    Case("kd-smollm2", "SmolLM2-135M", 8, 256, teacher="SmolLM2-135M", **DEMO),
+    Case("dpo-qwen3-0.6b", SMALL, 4, 1024, method="DPO", default=False),
+    Case("dpo-qwen3-0.6b-lora", SMALL, 4, 1024, method="DPO", lora_dropout=0.0, default=False),
+    Case("grpo-qwen3-0.6b", SMALL, 32, 320, method="GRPO", default=False, plan=SAMPLED),
+    Case("grpo-qwen3-0.6b-lora", SMALL, 32, 320, method="GRPO", lora_dropout=0.0, default=False, plan=SAMPLED),
+)  # fmt: skip
 
 
 def length_of(case: Case, tiny: bool) -> int:
     """Return how many tokens a row, or a pack of rows, has at most."""
-    return case.length if not tiny else TINY_LENGTH if case.layout == "full" else case.length // TINY_SCALE
+    if not tiny:
+        return case.length
+    return case.length // TINY_SCALE if case.layout in ("packed", "padded") else TINY_LENGTH
 
 
 def make_rows(case: Case, plan: Plan, tiny: bool, seed: int = 0) -> list[list[int]]:
     """Return token ids of all rows that a run of `plan` reads, in order; packs are shuffled later.
 
-    Those of the traced steps are those of the last timed ones, so that both do the same work.
+    The traced steps have the rows of the last timed ones, so that both do the same work.
     """
-    rng = np.random.default_rng(seed)
-    lengths = _lengths(case, plan, tiny, rng)
-    vocab = config_of(case.shape, tiny).vocab_size
-    frequencies = 1 / np.arange(FIRST, vocab)
-    ids = rng.choice(np.arange(FIRST, vocab), sum(lengths), p=frequencies / frequencies.sum())
-    rows = [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
+    rows = demo_rows(case) if case.demo and not tiny else _random_rows(case, plan, tiny, seed)
     if case.layout == "packed":
         return rows
     before, repeated = (case.rows * steps for steps in (plan.warmup + plan.timed, plan.traced))
     return [*rows[:before], *rows[before - repeated : before]]
+
+
+def _random_rows(case: Case, plan: Plan, tiny: bool, seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    lengths = _lengths(case, plan, tiny, rng)
+    first, last = FIRST, case.config(tiny).get_text_config().vocab_size
+    if case.layout == "image":
+        first, last = FIRST_BESIDE_IMAGE, min(last, LAST_BESIDE_IMAGE)
+    frequencies = 1 / np.arange(first, last)
+    ids = rng.choice(np.arange(first, last), sum(lengths), p=frequencies / frequencies.sum())
+    rows = [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
+    if case.layout != "image":
+        return rows
+    marks = image_tokens(case.shape, tiny)
+    return [[*marks, *row[len(marks) :]] for row in rows]
+
+
+def demo_rows(case: Case) -> list[list[int]]:
+    """Return whole chats about Python's standard library, all tokens of which are learned from; "full": joined."""
+    from transformers import AutoTokenizer
+
+    from liger_trainer.run.data.demo_dataset import demo_dataset
+    from liger_trainer.run.data.demo_model import resolve_model
+
+    chats: Any = demo_dataset("python_docstrings").train.select(range(4000))
+    whole = [[*chat["prompt"], *chat["completion"]] for chat in chats]
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(DEMO_MODEL))
+    rows = tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"]
+    if case.layout != "full":
+        return [row[: case.length] for row in rows]
+    ids = [token for row in rows for token in row]
+    return [ids[i : i + case.length] for i in range(0, len(ids) - case.length, case.length)]
+
+
+def image_tokens(shape: str, tiny: bool) -> list[int]:
+    """Return the placeholders of an image between the tokens that begin and end it."""
+    sizes = vision_sizes(shape, tiny)
+    return [sizes["begins"], *[sizes["image"]] * sizes["tokens"], sizes["ends"]]
 
 
 def draw_lengths(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -139,7 +237,7 @@ def draw_lengths(rng: np.random.Generator, count: int) -> np.ndarray:
 
 def _lengths(case: Case, plan: Plan, tiny: bool, rng: np.random.Generator) -> list[int]:
     longest = length_of(case, tiny)
-    if case.layout == "full":
+    if case.layout in ("full", "image"):
         return [longest] * (case.rows * plan.steps)
     scale = TINY_SCALE if tiny else 1
     lengths = (draw_lengths(rng, 200 * case.rows * plan.steps) / scale).astype(int).clip(2, longest)
@@ -150,9 +248,20 @@ def _lengths(case: Case, plan: Plan, tiny: bool, rng: np.random.Generator) -> li
 
 
 def make_tokenizer(vocab_size: int) -> Any:
-    """Return a tokenizer of as many words. Rows are token ids: it only says what pads and ends them."""
-    from tokenizers import Tokenizer, models
+    """Return a tokenizer of as many words. Most rows are token ids: it only says what pads and ends them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=f"w{PAD}", eos_token=f"w{END}")
+    words = {"<pad>": PAD, "<end>": END, **{word(i): i for i in range(FIRST, vocab_size)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+
+
+def word(token: int) -> str:
+    return f"w{token}"
+
+
+def text_of(tokens: list[int]) -> str:
+    """Return what `make_tokenizer`'s reads as these tokens."""
+    return " ".join(map(word, tokens))

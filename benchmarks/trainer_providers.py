@@ -1,21 +1,21 @@
 """Who trains in `benchmarks.trainer_step`, and how each one's trainer is made: with everything else equal.
 
+To measure another library, add a `Provider` to PROVIDERS and a function to TRAINERS that makes its trainer.
 Liger-Kernel is switched on by `use_liger_kernel=True`, which transformers still serves: it patches the model's layers
-when training starts, and TRL keeps its own fused head. A teacher has no such switch: its layers are patched by hand.
+when training starts, and TRL keeps its own fused head. A teacher has no such switch: its layers are patched here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from .shapes import config_of, random_model
-from .trainer_cases import PAD, SPECIAL, Case, length_of, make_tokenizer
-from .workers import apply_liger
+from .shapes import ImageCollator, random_model
+from .trainer_cases import DEMO_MODEL, END, PAD, Case, length_of, make_tokenizer, text_of
 
 NEVER = 10**6  # steps
 STUDENT, TEACHER = 0, 1  # seeds of their weights
@@ -26,10 +26,11 @@ class Provider:
     """A trainer and what it is given.
 
     Attributes:
-        name: on the command line; those of ours begin with "ours".
+        name: on the command line; ours begin with "ours".
         trainer: a key of TRAINERS.
-        options: of the trainer's configuration, beside those that all share.
+        options: of the trainer's configuration, besides what all share.
         needs: modules that must be installed, with the name of their package.
+        enables: whether `liger_trainer.enable()` is called first.
     """
 
     name: str
@@ -37,10 +38,15 @@ class Provider:
     trainer: str
     options: Mapping[str, Any] = field(default_factory=dict)
     needs: Mapping[str, str] = field(default_factory=dict)
+    enables: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name.startswith("ours")
 
     @property
     def uses_liger(self) -> bool:
-        return bool(self.options.get("use_liger_kernel"))
+        return bool(self.options.get("use_liger_kernel")) and not self.enables
 
     @property
     def compiles(self) -> bool:
@@ -72,16 +78,30 @@ PROVIDERS: dict[str, tuple[Provider, ...]] = {
         Provider("gkd_compiled", "TRL GKDTrainer + torch_compile", "gkd", **COMPILED),
         Provider("ours", "LigerDistillTrainer", "ours"),
     ),
-}
+    **{
+        method: (
+            Provider(REFERENCE, f"TRL {method}Trainer", trainer),
+            Provider("ours", f"TRL {method}Trainer, enable()", trainer, enables=True),
+            Provider(
+                "ours_layers", f"TRL {method}Trainer, enable(), our layers", trainer, {"use_liger_kernel": True},
+                enables=True,
+            ),
+        )
+        for method, trainer in (("DPO", "dpo"), ("GRPO", "grpo"))
+    },
+}  # fmt: skip
 
 
 def variant(options: Mapping[str, Any]) -> dict[str, Provider]:
-    """Return our trainers with further options, by kind of training."""
+    """Return ours with further options, by kind of training."""
     name = ",".join(
         f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()
     )
-    titles = {"SFT": "LigerTrainer", "KD": "LigerDistillTrainer"}
-    return {kind: Provider(f"ours:{name}", f"{title}, {name}", "ours", dict(options)) for kind, title in titles.items()}
+    ours = {kind: next(p for p in providers if p.name == "ours") for kind, providers in PROVIDERS.items()}
+    return {
+        kind: replace(p, name=f"ours:{name}", title=f"{p.title}, {name}", options={**p.options, **options})
+        for kind, p in ours.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -103,20 +123,37 @@ class Run:
     inputs: dict[str, Any]
 
     def student(self) -> Any:
-        model = self.random(self.case.shape, STUDENT)
+        model = self.random()
+        if self.case.fp32 and self.case.lora_dropout is None:
+            model.float()
         return self._quantised(model) if self.case.four_bit else model
 
     def teacher(self) -> Any:
-        assert self.case.teacher
         teacher = self.random(self.case.teacher, TEACHER).requires_grad_(False).eval()
         if self.provider.uses_liger:
-            apply_liger(teacher)
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+            _apply_liger_kernel_to_instance(model=teacher)
         return teacher
 
-    def random(self, shape: str, seed: int) -> Any:
-        """Return a model with random weights, on the device."""
-        model = random_model(shape, self.tiny, self.device, seed, **SPECIAL)
+    def random(self, shape: str | None = None, seed: int = STUDENT) -> Any:
+        """Return a model with random weights, on the device: of the student's shape, unless another is given."""
+        if self.case.demo and not self.tiny:
+            return self._demo(halved=seed == STUDENT and self.case.lora_dropout is None)
+        options = self.case.model_options(self.tiny, teacher=seed == TEACHER)
+        model = random_model(shape or self.case.shape, self.tiny, self.device, seed, **options)
         return model.float() if self.tiny else model
+
+    def _demo(self, halved: bool) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        from liger_trainer.run.data.demo_model import resolve_model
+        from liger_trainer.run.drop_layers import drop_layers
+
+        how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        model: Any = AutoModelForCausalLM.from_pretrained(resolve_model(DEMO_MODEL), **how)
+        model.to(self.device).train()
+        return drop_layers(model, keep_every_nth=2) if halved else model
 
     def saved(self, model: Any) -> str:
         """Write a model for those that only read one from files."""
@@ -144,12 +181,12 @@ def prepare(
 
     inputs: dict[str, Any] = {
         "train_dataset": Dataset.from_dict({"input_ids": rows}),
-        "processing_class": make_tokenizer(config_of(case.shape, tiny).vocab_size),
+        "processing_class": make_tokenizer(case.config(tiny).get_text_config().vocab_size),
     }
     if case.lora_dropout is not None and provider.trainer != "unsloth":
         from peft import LoraConfig
 
-        inputs["peft_config"] = LoraConfig(**lora_options(case), target_modules="all-linear", task_type="CAUSAL_LM")
+        inputs["peft_config"] = LoraConfig(**lora_options(case), **_targets(case), task_type="CAUSAL_LM")
     options = {
         "output_dir": folder, "per_device_train_batch_size": case.rows, "max_steps": steps, "bf16": not tiny,
         "use_cpu": device == "cpu", "learning_rate": case.learning_rate(tiny), **case.schedule,
@@ -157,11 +194,24 @@ def prepare(
         "save_strategy": "no", "logging_steps": NEVER, "disable_tqdm": True, "seed": 7, "data_seed": 7,
         **provider.options,
     }  # fmt: skip
+    if case.layout == "image":  # what a processor makes of a row takes the host's time, the same for all
+        inputs["data_collator"] = ImageCollator(case.shape, tiny, case.rows)
+        options |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
     return Run(case, provider, tiny, device, folder, options, inputs)
 
 
 def lora_options(case: Case) -> dict[str, Any]:
     return {"r": 16, "lora_alpha": 32, "lora_dropout": case.lora_dropout}
+
+
+def _targets(case: Case) -> dict[str, Any]:
+    """Return which weights get adapters: all linear layers, only of the text where there are images."""
+    targets: dict[str, Any] = {"target_modules": "all-linear"}
+    if case.experts:
+        targets["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+    if case.layout == "image":
+        targets["exclude_modules"] = r".*(visual|vision_tower|multi_modal_projector).*"
+    return targets
 
 
 def _rows_options(run: Run) -> dict[str, Any]:
@@ -224,6 +274,47 @@ def make_distillation(run: Run) -> Any:
     return OnRows(run.student(), teacher_model=run.teacher(), args=args, **inputs)
 
 
+def make_dpo(run: Run) -> Any:
+    """Pairs that share their first quarter; the rejected answer is the chosen one backwards."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    prompt = length_of(run.case, run.tiny) // 4
+    rows = [(row[:prompt], row[prompt:]) for row in run.inputs["train_dataset"]["input_ids"]]
+    data = {
+        "prompt": [text_of(prompt) for prompt, _ in rows],
+        "chosen": [f" {text_of(answer)}" for _, answer in rows],
+        "rejected": [f" {text_of(answer[::-1])}" for _, answer in rows],
+    }
+    inputs = {**run.inputs, "train_dataset": Dataset.from_dict(data)}
+    reference = None if "peft_config" in inputs else run.random(seed=TEACHER).eval()
+    args = DPOConfig(**run.options, max_length=None)
+    return DPOTrainer(run.student(), ref_model=reference, args=args, **inputs)
+
+
+def make_grpo(run: Run) -> Any:
+    """Prompts of a fifth of a row, and completions of the rest, which are sampled once, before the first step."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    length = length_of(run.case, run.tiny)
+    prompt = length // 5
+    prompts = [text_of(row[:prompt]) for row in run.inputs["train_dataset"]["input_ids"]]
+    args = GRPOConfig(
+        **run.options, num_generations=8, steps_per_generation=run.options["max_steps"], shuffle_dataset=False,
+        max_completion_length=length - prompt, generation_kwargs={"min_new_tokens": length - prompt}, temperature=0.9,
+        beta=0.0,
+    )  # fmt: skip
+    model = run.student()
+    model.generation_config.update(pad_token_id=PAD, eos_token_id=END)
+    inputs = {**run.inputs, "train_dataset": Dataset.from_dict({"prompt": prompts})}
+    return GRPOTrainer(model, reward_funcs=reward, args=args, **inputs)
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    return [float(sum(ids) % 97) for ids in completion_ids]
+
+
 def make_unsloth(run: Run) -> Any:
     """TRL's SFTTrainer as Unsloth changes it, which wants to be imported first."""
     from trl import SFTConfig, SFTTrainer
@@ -231,7 +322,7 @@ def make_unsloth(run: Run) -> Any:
 
     case, length = run.case, length_of(run.case, run.tiny)
     model, _ = FastLanguageModel.from_pretrained(
-        run.saved(run.random(case.shape, STUDENT)), max_seq_length=length, dtype=torch.bfloat16,
+        run.saved(run.random()), max_seq_length=length, dtype=torch.bfloat16,
         load_in_4bit=case.four_bit, full_finetuning=case.lora_dropout is None,
     )  # fmt: skip
     if case.lora_dropout is not None:
@@ -242,5 +333,6 @@ def make_unsloth(run: Run) -> Any:
 
 
 TRAINERS: dict[str, Callable[[Run], Any]] = {
-    "sft": make_sft, "ours": make_ours, "gkd": make_gkd, "distillation": make_distillation, "unsloth": make_unsloth,
+    "sft": make_sft, "ours": make_ours, "gkd": make_gkd, "distillation": make_distillation, "dpo": make_dpo,
+    "grpo": make_grpo, "unsloth": make_unsloth,
 }  # fmt: skip

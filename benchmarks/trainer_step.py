@@ -6,7 +6,7 @@
     python -m benchmarks.trainer_step --rows sft-qwen3-0.6b:ours lora-llama-3.2-1b:trl_liger,ours,ours:memory=balanced
     python -m benchmarks.trainer_step --tiny                 # some of it, small enough for a CPU: does it still work
 
-A provider in a case is a process of its own, since Liger-Kernel and Unsloth patch module globals; the device has one at
+A provider in a case has its own process, since Liger-Kernel and Unsloth patch module globals; the device has one at
 a time. Weights, rows, their order, optimizer and all other options are the same. A callback in the trainer's own loop
 times steps, and traces some more. Losses of all steps and the first gradient norm must be those of TRL's plain trainer
 within LOSS_TOLERANCE and NORM_TOLERANCE, on the same rows, else the row has no times.
@@ -29,19 +29,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .choose import matching
-from .crew import context_for
 from .measure import Spread
-from .processes import Provider as Process
-from .processes import say
-from .report import join_versions, provenance, slug, table, without_output, write
-from .trainer_cases import CASES, MEAN_LENGTH, PLAN, TINY_PLAN, Case
+from .processes import Process, context_for, say
+from .report import join_versions, matching, provenance, slug, table, without_output, write
+from .trainer_cases import CASES, LOSS_TOLERANCE, MEAN_LENGTH, NORM_TOLERANCE, PLAN, TINY_PLAN, Case
 from .trainer_providers import PROVIDERS, REFERENCE, Provider, variant
 from .trainer_worker import Measured, TrainerWorker
 
-LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 0.02  # relative to the plain trainer's first loss, first gradient norm
 LEAST_FALL = 0.005  # of the plain trainer's loss: one that does not fall shows nothing
+LEAST_LOSS = 0.05  # to which distances are related: GRPO's loss may be 0
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "liger-kernel", "unsloth", "bitsandbytes")
+PRELOADED = ("datasets", "peft", "trl.trainer.sft_trainer")  # nothing of ours, which would change TRL's modules
 AHEAD = 12  # processes that import at a time, before the first of them has its turn
 TINY_CASES, TINY_PROVIDERS = "sft-qwen3-0.6b-packed,kd-qwen3-0.6b", f"{REFERENCE},ours"
 SHOWN = (1, 5, 10, 20)  # steps whose losses the table has
@@ -52,8 +50,8 @@ WHAT = (
     "something ran on the GPU, traced on {traced} further steps. Wall / busy: of steps with the same work. Tokens/s: "
     "real ones, with padding in brackets. MiB: the most that the process held, and that above the weights. Gaps: the "
     "largest distance of a step's loss from that of TRL's plain trainer, over its first loss, and the relative "
-    "distance of the first gradient norm; a row above {loss_tolerance:g} or {norm_tolerance:g} is refused. Bold: the "
-    "best of a column."
+    "distance of the first gradient norm; a row above {loss_tolerance:g} or {norm_tolerance:g} is refused (DPO and "
+    "GRPO: 0.05). Bold: the best of a column."
 )
 HEADS = (
     "ms", "of ours: time", "busy, ms", "kernels", "wall / busy", "tokens/s", "MiB", "above weights",
@@ -101,15 +99,17 @@ def judge(row: Row, reference: Row) -> None:
         row.failure = f"nothing to compare with: {reference.provider.title} failed"
         return
     got, want = row.measured, reference.measured
-    row.loss_gap = _largest(abs(a - b) / want.losses[0] for a, b in zip(got.losses, want.losses, strict=True))
+    first = max(abs(want.losses[0]), LEAST_LOSS)
+    row.loss_gap = _largest(abs(a - b) / first for a, b in zip(got.losses, want.losses, strict=True))
     row.norm_gap = abs(got.norms[0] / want.norms[0] - 1)
-    if not min(want.losses) <= (1 - LEAST_FALL) * want.losses[0]:
+    loss_tolerance, norm_tolerance = row.case.tolerances
+    if not row.case.method and not min(want.losses) <= (1 - LEAST_FALL) * want.losses[0]:
         row.failure = f"nothing is compared: the plain loss goes from {want.losses[0]:.4f} to {want.losses[-1]:.4f}"
     elif [tuple(rows) for rows in got.rows] != [tuple(rows) for rows in want.rows]:
         row.failure = "it trained on other rows, or in another order"
-    elif not row.loss_gap <= LOSS_TOLERANCE:
+    elif not row.loss_gap <= loss_tolerance:
         row.failure = f"refused: its loss is up to {row.loss_gap:.1%} from the plain trainer's"
-    elif not row.norm_gap <= NORM_TOLERANCE:
+    elif not row.norm_gap <= norm_tolerance:
         row.failure = f"refused: its first gradient norm is {row.norm_gap:.1%} from the plain trainer's"
 
 
@@ -125,10 +125,10 @@ def _largest(gaps: Iterable[float]) -> float:
 def load(row: Row, options: argparse.Namespace) -> Process:
     """Return a process that imports what a row needs, and then answers.
 
-    Unsloth wants to be imported first, and a compiler starts processes of its own: these two import for themselves.
+    Unsloth wants to be imported first, and a compiler starts its own processes: these two import for themselves.
     """
     forks = row.provider.trainer != "unsloth" and not row.provider.compiles
-    context = context_for("benchmarks.preload_trainers") if forks else None
+    context = context_for(*PRELOADED) if forks else None
     process = Process(TrainerWorker, row.provider.name, options.tiny, context)
     process.start("load")
     return process
@@ -192,28 +192,16 @@ def markdown(header: dict[str, Any], rows: Sequence[Row]) -> str:
 
 def _table_rows(rows: list[Row]) -> list[list[str]]:
     ours = next((row for row in rows if row.provider.name == "ours"), None)
-    best = Best.of([row.measured for row in rows if row.measured and not row.failure])
-    return [[row.provider.title, *_cells(row, ours, best)] for row in rows]
+    good = [row.measured for row in rows if row.measured and not row.failure]
+    best = (
+        min((Spread.of(m.ms).median for m in good), default=0.0),
+        max((m.tokens / m.seconds for m in good), default=0.0),
+        min((m.reserved_mib for m in good if m.reserved_mib is not None), default=0.0),
+    )
+    return [[row.provider.title, *_cells(row, ours, *best)] for row in rows]
 
 
-@dataclass(frozen=True)
-class Best:
-    """The best values in a case."""
-
-    ms: float
-    rate: float
-    peak: float
-
-    @staticmethod
-    def of(measured: Sequence[Measured]) -> Best:
-        return Best(
-            min((Spread.of(m.ms).median for m in measured), default=0.0),
-            max((m.tokens / m.seconds for m in measured), default=0.0),
-            min((m.reserved_mib for m in measured if m.reserved_mib is not None), default=0.0),
-        )
-
-
-def _cells(row: Row, ours: Row | None, best: Best) -> list[str]:
+def _cells(row: Row, ours: Row | None, best_ms: float, best_rate: float, best_peak: float) -> list[str]:
     if row.failure or row.measured is None:
         return [row.failure or "", *[""] * (len(HEADS) - 1)]
     m, ms = row.measured, Spread.of(row.measured.ms)
@@ -221,13 +209,13 @@ def _cells(row: Row, ours: Row | None, best: Best) -> list[str]:
     rate, peak = m.tokens / m.seconds, m.reserved_mib
     padding = f" ({m.padded_tokens / m.seconds:,.0f})" if m.padded_tokens != m.tokens else ""
     return [
-        f"{_bold(f'{ms.median:.1f}', ms.median <= best.ms)} ({ms.p25:.1f} to {ms.p75:.1f})",
+        f"{_bold(f'{ms.median:.1f}', ms.median <= best_ms)} ({ms.p25:.1f} to {ms.p75:.1f})",
         "" if base is None else f"{ms.median / base:.2f}",
         "" if m.busy_ms is None else f"{m.busy_ms:.1f}",
         "" if m.kernels is None else f"{m.kernels:,.0f}",
         "" if m.busy_ms is None else f"{m.traced_ms / m.busy_ms:.2f}",
-        _bold(f"{rate:,.0f}", rate >= best.rate) + padding,
-        "" if peak is None else _bold(f"{peak:,.0f}", peak <= best.peak),
+        _bold(f"{rate:,.0f}", rate >= best_rate) + padding,
+        "" if peak is None else _bold(f"{peak:,.0f}", peak <= best_peak),
         "" if peak is None else f"{peak - m.weights_mib:,.0f}",
         " / ".join(f"{m.losses[step - 1]:.3f}" for step in SHOWN if step <= len(m.losses)),
         f"{row.loss_gap:.1e}, {row.norm_gap:.1e}",
@@ -251,9 +239,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "dtype": "fp32" if options.tiny else "bf16", "loss_tolerance": LOSS_TOLERANCE,
         "norm_tolerance": NORM_TOLERANCE,
     }  # fmt: skip
-    chosen = options.rows or [(case, options.chosen[case.kind]) for case in options.cases]
-    rows = [Row(case, provider) for case, providers in chosen for provider in providers]
+    rows = [Row(case, provider) for case, provider in pairs(options)]
     return report("trainer-step", options, header, rows, measure(rows, options), markdown)
+
+
+def pairs(options: argparse.Namespace) -> list[tuple[Case, Provider]]:
+    """Return the rows that are asked for."""
+    chosen = options.rows or [(case, options.chosen[case.kind]) for case in options.cases]
+    return [(case, provider) for case, providers in chosen for provider in providers]
 
 
 def report(
@@ -271,54 +264,55 @@ def report(
             shown = [row for row in rows if row in finished]
             write(path, {"header": header, "results": [row.data() for row in shown]}, markdown(header, shown))
     print(markdown(header, rows))
-    return int(any(row.started and row.failure and row.provider.trainer == "ours" for row in rows))
+    return int(any(row.started and row.failure and row.provider.is_ours for row in rows))
 
 
-def new_parser(module: str, doc: str | None, time_limit: float, row_limit: float) -> argparse.ArgumentParser:
-    """Return a parser with the options that benchmarks of trainers share."""
+def parse(
+    argv: Sequence[str], module: str = "trainer_step", doc: str | None = __doc__, cases: Sequence[Case] = CASES,
+    providers: str = "*", tiny: tuple[str, str] = (TINY_CASES, TINY_PROVIDERS),
+    add_more: Callable[[argparse.ArgumentParser], Any] = lambda parser: None,
+) -> argparse.Namespace:  # fmt: skip
+    """Return the options, with `cases`, `chosen` (providers by kind of training) and `deadline`.
+
+    Args:
+        module, doc: of the benchmark that reads its command line; `add_more` adds further options.
+        providers: those that run without being named; `tiny`: cases and providers with `--tiny`.
+    """
     parser = argparse.ArgumentParser(
-        f"python -m benchmarks.{module}",
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        f"python -m benchmarks.{module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-    )
+    )  # fmt: skip
     add = parser.add_argument
     add("--output", type=Path, help=f"folder for {module.replace('_', '-')}-<device>.json and .md")
-    add("--time-limit", type=float, default=time_limit, help=f"seconds after which everything ends ({time_limit:g})")
-    add("--row-limit", type=float, default=row_limit, help=f"seconds that a row may take ({row_limit:g})")
+    add("--time-limit", type=float, default=480, help="seconds after which everything ends (480)")
+    add("--row-limit", type=float, default=120, help="seconds that a row may take (120)")
     add("--list", action="store_true", help="print cases and providers, and stop")
-    return parser
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options, with `cases`, `chosen` (providers by kind of training) and `deadline`."""
-    parser = new_parser("trainer_step", __doc__, time_limit=480, row_limit=120)
-    add = parser.add_argument
-    add("--cases", help="comma-separated names or globs; default: those of the table")
-    add("--providers", help=f"comma-separated names or globs; default: all. {REFERENCE} always runs")
+    add("--cases", help="comma-separated names or globs; default: those that --list does not mark")
+    add("--providers", help=f"comma-separated names or globs; default: {providers}. {REFERENCE} always runs")
     add("--ours", action="append", default=[], metavar="KEY=VALUE,...", help="a further row of ours")
     add("--rows", nargs="+", metavar="CASE:PROVIDERS", help="these rows; `ours:key=value` is one of ours")
     add("--tiny", action="store_true", help="tiny models and rows, few steps, fp32")
+    add_more(parser)
     options = parser.parse_args(argv)
     if options.list:
-        print(listing())
+        print(listing(cases))
         parser.exit()
     options.deadline = time.monotonic() + options.time_limit
     if options.tiny and not options.rows:
-        options.cases, options.providers = options.cases or TINY_CASES, options.providers or TINY_PROVIDERS
-    names = None if options.cases is None else matching(options.cases, [case.name for case in CASES], "case", parser)
-    options.cases = [case for case in CASES if (case.default if names is None else case.name in names)]
-    options.chosen = _choose_providers(options, parser)
+        options.cases, options.providers = options.cases or tiny[0], options.providers or tiny[1]
+    names = None if options.cases is None else matching(options.cases, [case.name for case in cases], "case", parser)
     if options.rows and (options.ours or names or options.providers):
         parser.error("--rows names all rows: leave --cases, --providers and --ours out")
-    options.rows = [_choose_rows(words, parser) for words in options.rows or ()]
+    options.cases = [case for case in cases if (case.default if names is None else case.name in names)]
+    options.chosen = _choose_providers(options.providers or providers, options.ours, parser)
+    options.rows = [_choose_rows(words, cases, parser) for words in options.rows or ()]
     return options
 
 
-def _choose_rows(words: str, parser: argparse.ArgumentParser) -> tuple[Case, list[Provider]]:
+def _choose_rows(words: str, cases: Sequence[Case], parser: argparse.ArgumentParser) -> tuple[Case, list[Provider]]:
     """Return a case and its providers, from CASE:PROVIDER,..."""
     name, _, given = words.partition(":")
-    case = next((case for case in CASES if case.name == name), None)
+    case = next((case for case in cases if case.name == name), None)
     if case is None or not given:
         parser.error(f"--rows {words!r}: expected CASE:PROVIDER,... with a case that --list names")
     ours = [word for word in given.split(",") if word.startswith("ours:")]
@@ -329,10 +323,10 @@ def _choose_rows(words: str, parser: argparse.ArgumentParser) -> tuple[Case, lis
     return case, [*(provider for provider in known if provider.name in names), *variants]
 
 
-def _choose_providers(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, list[Provider]]:
+def _choose_providers(patterns: str, ours: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, list[Provider]]:
     known = [provider.name for providers in PROVIDERS.values() for provider in providers]
-    names = {REFERENCE, *matching(options.providers or "*", known, "provider", parser)}
-    variants = [variant(_extra(words, parser)) for words in options.ours]
+    names = {REFERENCE, *matching(patterns, known, "provider", parser)}
+    variants = [variant(_extra(words, parser)) for words in ours]
     return {
         kind: [*(p for p in providers if p.name in names), *(each[kind] for each in variants)]
         for kind, providers in PROVIDERS.items()
@@ -355,8 +349,8 @@ def _extra(words: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     return options
 
 
-def listing() -> str:
-    lines = [f"{case.name}: {case}{'' if case.default else ' (only by name)'}" for case in CASES]
+def listing(cases: Sequence[Case]) -> str:
+    lines = [f"{case.name}: {case}{'' if case.default else ' (only by name)'}" for case in cases]
     return "\n".join([*lines, *(f"{p.name}: {p.title} ({kind})" for kind, ps in PROVIDERS.items() for p in ps)])
 
 

@@ -1,15 +1,16 @@
-"""What `benchmarks.trainer_step` does in a process of its own: make a trainer, and watch its own loop from a callback.
+"""What a process of `benchmarks.trainer_step` does: make a trainer, and watch its own loop from a callback.
 
-The clock waits for the device at the ends of the timed steps alone; between them it leaves events in the stream.
+The clock waits for the device only at the ends of the timed steps; between them it leaves events in the stream.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .measure import MIB
-from .trainer_cases import PLAN, TINY_PLAN, Case, Plan, make_rows
+from .trainer_cases import TINY_PLAN, Case, Plan, length_of, make_rows
 from .trainer_providers import TRAINERS, Provider, prepare
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's events
@@ -77,22 +78,43 @@ class TrainerWorker:
     def run(self, case: Case, provider: Provider) -> Measured:
         """Train, and return what was measured."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        plan = TINY_PLAN if self.tiny else PLAN
-        with tempfile.TemporaryDirectory() as folder:
+        plan = TINY_PLAN if self.tiny else case.plan
+        with tempfile.TemporaryDirectory() as folder, enabled(provider):
             rows = make_rows(case, plan, self.tiny)
             run = prepare(case, provider, self.tiny, device, folder, rows, plan.steps)
             trainer = TRAINERS[provider.trainer](run)
-            measured = train(trainer, plan, folder, alike=case.layout != "padded")
+            sampled = case.rows * length_of(case, self.tiny) if case.method == "GRPO" else None
+            measured = train(trainer, plan, folder, case.layout != "padded", sampled)
         measured.notes = notes_of(trainer, provider)
         print(f"{provider.title}: {measured.notes}", file=sys.stderr, flush=True)
         return measured
 
 
-def train(trainer: Any, plan: Plan, folder: str, alike: bool) -> Measured:
-    """Train by a plan, and return what was measured. `alike`: whether all steps do the same work."""
+@contextlib.contextmanager
+def enabled(provider: Provider) -> Iterator[None]:
+    """Within, TRL's trainers use our loss, if the provider wants that."""
+    if not provider.enables:
+        yield
+        return
+    import liger_trainer
+
+    liger_trainer.enable()
+    try:
+        yield
+    finally:
+        liger_trainer.disable()
+
+
+def train(trainer: Any, plan: Plan, folder: str, alike: bool, tokens: int | None = None) -> Measured:
+    """Train by a plan, and return what was measured.
+
+    Args:
+        alike: whether all steps do the same work.
+        tokens: of a step, where they are not in its rows, since most of them are sampled.
+    """
     from transformers import TrainerCallback
 
-    watch = Watch(trainer, plan.warmup, plan.timed, plan.traced, folder)
+    watch = Watch(trainer, plan, folder, tokens)
     events = type("Events", (TrainerCallback,), {"on_step_end": lambda self, *_, **__: watch.end_step()})
     trainer.add_callback(events())
     trainer.train()
@@ -122,23 +144,33 @@ class CountingCollator:
     """A collator that counts. Ours look for TRL's below it, by its attribute `collator`."""
 
     collator: Any
+    tokens: int | None
     batches: list[tuple[int, int, int]]  # tokens without and with padding, a sum of ids
 
     def __call__(self, rows: list[dict[str, Any]]) -> Any:
-        ids = [row["input_ids"] for row in rows]
+        ids = [ids_of(row) for row in rows]
         batch = self.collator(rows)
-        real = sum(map(len, ids))
+        real = self.tokens or sum(map(len, ids))
         padded = batch["input_ids"].numel() if "input_ids" in batch else real
-        self.batches.append((real, padded, sum(int(row[0]) + int(row[len(row) // 2]) for row in ids)))
+        self.batches.append((real, padded, sum(row[0] + row[len(row) // 2] + row[-1] for row in ids)))
         return batch
+
+
+def ids_of(row: dict[str, Any]) -> list[int]:
+    """Return the tokens of a row: of a pair both, with the prompt of each; of a prompt the numbers in its words."""
+    if "input_ids" in row:
+        return row["input_ids"]
+    if "prompt_ids" in row:
+        return [*row["prompt_ids"], *row["chosen_ids"], *row["prompt_ids"], *row["rejected_ids"]]
+    return [int(word[1:]) for word in row["prompt"].split()]
 
 
 class Watch:
     """Steps of a trainer: their losses, gradient norms, rows and times; a trace of the last ones."""
 
-    def __init__(self, trainer: Any, warmup: int, timed: int, traced: int, folder: str):
-        self.trainer, self.path = trainer, Path(folder) / "trace.json"
-        self.warmup, self.timed, self.traced = warmup, timed, traced
+    def __init__(self, trainer: Any, plan: Plan, folder: str, tokens: int | None = None):
+        self.trainer, self.path, self.tokens = trainer, Path(folder) / "trace.json", tokens
+        self.warmup, self.timed, self.traced = plan.warmup, plan.timed, plan.traced
         self.cuda = trainer.args.device.type == "cuda"
         self.steps = 0
         self.marks: list[Any] = []
@@ -167,7 +199,7 @@ class Watch:
 
         self.trainer.training_step = training_step
         self.trainer._get_grad_norm = get_grad_norm
-        self.trainer.data_collator = CountingCollator(self.trainer.data_collator, self.batches)
+        self.trainer.data_collator = CountingCollator(self.trainer.data_collator, self.tokens, self.batches)
 
     def end_step(self) -> None:
         self.steps += 1
@@ -271,7 +303,7 @@ def read_trace(path: Path, steps: int) -> tuple[float, float]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of spans: what runs beside something else is not counted again."""
+    """Return the length of the union of spans: what runs at the same time as something else is not counted again."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

@@ -1,15 +1,11 @@
-"""Runs that are killed, signalled, fed with NaN or wrong input, or left without a disk, and how each of them ends.
+"""Harms that are done to runs, and how each of these runs ends: with which exit code and sentence, and what it leaves.
 
     python -m benchmarks.reliability                        # every part, as in docs/results/reliability.md
     python -m benchmarks.reliability kill --moments 6       # one part, few moments
     python -m benchmarks.reliability kill --kinds sft       # one kind of run
-    python -m benchmarks.reliability yaml --inputs 500      # fewer inputs
 
-`disk` mounts a tmpfs, which takes root on Linux, and `signals` starts real launchers.
-
-All other runs are those of the command line, forked from one process that has imported everything, so that each takes
-a second or two on one core. A part is a module with TITLE, `measure(bench, options)` and `lines(results)`, listed in
-`__main__.PARTS`.
+`disk` mounts a tmpfs, which takes root on Linux, and `signals` starts real launchers. All other runs are forked from
+one process that has imported everything, so that each takes a second or two on one core.
 """
 
 import os
@@ -19,4 +15,4 @@ from pathlib import Path
 # Hugging Face's libraries read these when they are imported; a process that has seen a GPU cannot fork.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 os.environ.update(CUDA_VISIBLE_DEVICES="", TRL_EXPERIMENTAL_SILENCE="1")
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))  # models and rows are those of the tests
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))  # the tests' models and rows

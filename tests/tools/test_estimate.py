@@ -14,7 +14,6 @@ from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, SIZES, VOCAB, tiny_model, tiny_tokenizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import estimates
 from liger_trainer.errors import ConfigError
 from liger_trainer.losses.spec import Distillation, LossOptions
 from liger_trainer.patching.patcher import base_of, patch
@@ -487,12 +486,3 @@ def test_what_cannot_be_estimated_is_said(project, capsys):
     ):
         code, _, err = estimated(capsys, *arguments)
         assert code == 2 and message in err
-
-
-def test_the_benchmark_estimates_and_trains_a_point(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    point = next(p for p in estimates.points(tiny=True) if p.run == "distil LoRA")
-    result = estimates.run_point(point, tiny=True)
-    assert result.estimated > 64 and result.measured is None
-    assert set(result.estimated_peaks) == {"forward", "backward", "optimizer"}
-    assert "| distil LoRA |" in estimates.markdown({"device": "CPU", "date": "today", "commit": "none"}, [result])

@@ -1,4 +1,4 @@
-"""Tiny runs of the command line and of trainers, forked from this process, which has imported everything."""
+"""Tiny runs of the command line, forked from this process, which has imported everything."""
 
 import contextlib
 import json
@@ -11,8 +11,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import datasets
 import torch
@@ -39,27 +40,23 @@ KD = {
     "teacher_model_name_or_path": "teacher", "schedules": {"temperature": {"from": 4.0, "to": 1.0}},
     "load_best_model_at_end": True,
 }  # fmt: skip
-ON_POLICY = {"teacher_model_name_or_path": "teacher", "lmbda": 0.5, "max_completion_length": 6}
-KINDS = {
+KINDS: dict[str, tuple[str, dict[str, Any], int]] = {  # title, settings, processes
     "sft": ("fine-tuning", {}, 1),
     "lora": ("LoRA with dropout", LORA, 1),
     "kd": ("distillation with a schedule, best model at the end", KD, 1),
-    "on-policy": ("on-policy distillation", ON_POLICY, 1),
+    "on-policy": (
+        "on-policy distillation", {"teacher_model_name_or_path": "teacher", "lmbda": 0.5, "max_completion_length": 6}, 1
+    ),
     "ranks": ("fine-tuning on two processes", {"ddp_backend": "gloo", "per_device_train_batch_size": 2}, 2),
-}
+}  # fmt: skip
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@dataclass
 class Run:
     """A command that was started: its processes, and what it has printed."""
 
-    pids: list[int]
-    log: Path
-    codes: list[int | None] = field(default_factory=list)
+    def __init__(self, pids: list[int], log: Path):
+        self.pids, self.log = pids, log
+        self.code: int | None = None  # of the first process
 
     def kill(self) -> None:
         """Send SIGKILL to every process, as when the machine's memory or power ends."""
@@ -67,24 +64,29 @@ class Run:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def wait(self) -> bool:
-        """Return whether all processes ended well; one that was killed ends the others, as a launcher does."""
-        statuses = {}
-        while len(statuses) < len(self.pids):
-            pid, status = os.waitpid(next(pid for pid in self.pids if pid not in statuses), 0)
-            statuses[pid] = os.waitstatus_to_exitcode(status)
-            if statuses[pid] != 0:
+    def wait(self) -> None:
+        """Wait for all processes. One that fails ends the others, as a launcher does."""
+        codes: dict[int, int] = {}
+        while len(codes) < len(self.pids):
+            pid, status = os.waitpid(next(pid for pid in self.pids if pid not in codes), 0)
+            codes[pid] = os.waitstatus_to_exitcode(status)
+            if codes[pid] != 0:
                 self.kill()
-        self.codes = list(statuses.values())
-        return all(code == 0 for code in self.codes)
-
-    @property
-    def code(self) -> int | None:
-        return self.codes[0]
+        self.code = codes[self.pids[0]]
 
     @property
     def printed(self) -> str:
         return self.log.read_text(errors="replace") if self.log.is_file() else ""
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run that nobody disturbs. `seconds` and `calls` count from the moment that it can be resumed."""
+
+    folder: Path
+    outcome: dict[str, Any]
+    seconds: float
+    calls: int
 
 
 class Bench:
@@ -112,19 +114,17 @@ class Bench:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        environments = [
-            {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} for rank in range(ranks)
-        ] if ranks > 1 else [{}]  # fmt: skip
+        common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environments = [{"RANK": rank, "LOCAL_RANK": rank, **common} for rank in range(ranks)] if ranks > 1 else [{}]
         return Run([self._fork(command, log, environment, before) for environment in environments], log)
 
-    def end(self, command: Command, before: Callable[[], None] = lambda: None) -> Run:
-        """Start a command or a function on one process and wait for its end."""
-        run = self.start(command, before=before)
+    def end(self, command: Command, kind: str = "sft", before: Callable[[], None] = lambda: None) -> Run:
+        """Start a command or a function, and wait for its end."""
+        run = self.start(command, kind, before)
         run.wait()
         return run
 
-    def _fork(self, command: Command, log: Path, environment: dict, before: Callable[[], None]) -> int:
+    def _fork(self, command: Command, log: Path, environment: dict[str, Any], before: Callable[[], None]) -> int:
         sys.stdout.flush()
         child = os.fork()
         if child:
@@ -149,29 +149,33 @@ class Bench:
             sys.stderr.flush()
             os._exit(code)
 
-    def undisturbed(self, kind: str) -> "Undisturbed":
-        """Return the run that nobody disturbs, made once for each kind."""
+    def undisturbed(self, kind: str) -> Undisturbed:
+        """Return the run of a kind that nobody disturbs, made once."""
         if kind not in self._undisturbed:
             out = self.folder / f"undisturbed-{kind}"
             run = self.start(["run", f"{kind}.yaml", f"output_dir={out}"], kind, self.counting(out / CONFIG))
-            begun = wait_for(out / CONFIG, run)
+            wait_for(out / CONFIG, run)
             start = time.perf_counter()
-            assert run.wait() and begun, run.printed
+            run.wait()
+            assert run.code == 0, run.printed
             seconds = time.perf_counter() - start
             self._undisturbed[kind] = Undisturbed(out, outcome(out), seconds, self.counted())
         return self._undisturbed[kind]
 
-    def counting(self, begun: Path, last: int = 0, then: Callable[[], object] = _die) -> Callable[[], None]:
-        """Return what makes a run count its calls of fsync and replace once a path is there; at one it calls `then`."""
+    def counting(self, begun: Path, last: int = 0, then: Callable[[], object] | None = None) -> Callable[[], None]:
+        """Return what makes a run count its calls of fsync and replace once a path is there.
+
+        At the call with the number `last`, it calls `then`, or kills itself.
+        """
         self.calls[:8] = bytes(8)
 
-        def counted(function):
-            def call(*arguments, **options):
+        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
                 if begun.exists() and os.environ.get("RANK", "0") == "0":
                     number = self.counted() + 1
                     self.calls[:8] = number.to_bytes(8, "little")
                     if number == last:
-                        then()
+                        then() if then else os.kill(os.getpid(), signal.SIGKILL)
                 return function(*arguments, **options)
 
             return call
@@ -185,32 +189,21 @@ class Bench:
         return int.from_bytes(self.calls[:8], "little")
 
 
-@dataclass(frozen=True)
-class Undisturbed:
-    """`seconds` and `calls` count from the moment that a run can be resumed at all."""
-
-    folder: Path
-    outcome: dict
-    seconds: float
-    calls: int
-
-
-def wait_for(path: Path, run: Run) -> bool:
-    """Return whether a file appeared before the run ended."""
-    while not path.exists():
-        if os.waitid(os.P_PID, run.pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            return path.exists()
+def wait_for(path: Path, run: Run) -> None:
+    """Wait until a file is there, or the run has ended."""
+    while not path.exists() and os.waitid(os.P_PID, run.pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         time.sleep(0.002)
-    return True
 
 
-def outcome(out: Path) -> dict:
+def outcome(out: Path) -> dict[str, Any]:
     """Return what must not depend on disturbances: the weights, and the numbers before and after training."""
     if not (out / METRICS).is_file():
         return {"unfinished": f"{out} holds no {METRICS}"}
     metrics = json.loads((out / METRICS).read_text())
-    numbers = {part: {name: metrics[part][name] for name in ("loss", "num_tokens") if name in metrics[part]}
-               for part in ("before", "after")}  # fmt: skip
+    numbers = {
+        part: {name: metrics[part][name] for name in ("loss", "num_tokens") if name in metrics[part]}
+        for part in ("before", "after")
+    }
     return {"weights": {path.name: sha256(path) for path in sorted(out.glob("*.safetensors"))}, **numbers}
 
 
