@@ -306,8 +306,8 @@ def test_teachers_of_every_kind(tmp_path):
 
 
 def test_completions_may_be_sampled_from_a_checkpoint_on(tmp_path):
-    distill(tmp_path, tiny_model(seed=5)).train()
-    resumed(distill(tmp_path, tiny_model(seed=5), lmbda=1.0, max_completion_length=4), tmp_path)
+    taught(tmp_path, tiny_model(seed=5)).train()
+    resumed(taught(tmp_path, tiny_model(seed=5), lmbda=1.0, max_completion_length=4), tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["topk", pytest.param("hidden", marks=pytest.mark.slow)])
