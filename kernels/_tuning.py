@@ -7,7 +7,7 @@ every start, and could not time anything while a CUDA graph records. Shapes are 
 benchmarks of `benchmarks/`, and written down here with the commit of the sweep, whose message has the figures.
 
 A GPU of another capability takes the H100's shapes: right everywhere, fastest on none but that. To add one, sweep it,
-subclass H100, enter it in BY_CAPABILITY, and choose SHAPES by torch.cuda.get_device_capability().
+subclass H100, and choose SHAPES by torch.cuda.get_device_capability().
 """
 
 
@@ -72,5 +72,4 @@ class H100:
     EARLY_ROW_BYTES = 128 * 1024
 
 
-BY_CAPABILITY = {(9, 0): H100}
-SHAPES = BY_CAPABILITY[9, 0]
+SHAPES = H100

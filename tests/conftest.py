@@ -29,18 +29,16 @@ pytest.register_assert_rewrite("tiny", "splits", "trainings", "plain_models")
 # as they were found.
 LONG_FILES = (
     "test_compiles", "test_promises", "test_estimate", "test_trained_steps", "test_docs", "test_distill_trainer",
-    "test_linear_modes",
-    "test_linear_sparse_divergence", "test_import_cache", "test_server", "test_cross_tokenizer", "test_lora_dropout",
-    "test_report", "test_recipes", "test_linear_divergence", "test_resume_check", "test_cuda_graphs",
-    "test_compile", "test_checkpointing", "test_evaluation", "test_on_policy", "test_sft_trainer", "test_catalogue",
-    "test_packaging", "test_sharded_models", "test_capture", "test_images", "test_cached",
+    "test_linear_modes", "test_linear_sparse_divergence", "test_import_cache", "test_server", "test_cross_tokenizer",
+    "test_lora_dropout", "test_report", "test_recipes", "test_linear_divergence", "test_resume_check",
+    "test_cuda_graphs", "test_compile", "test_checkpointing", "test_evaluation", "test_on_policy", "test_sft_trainer",
+    "test_catalogue", "test_packaging", "test_sharded_models", "test_capture", "test_images", "test_cached",
     "test_unfused_divergences", "test_finite_guard", "test_hidden_cache", "test_distill_callback", "test_labels",
     "test_sequence_parallel", "test_data_forms",
 )  # fmt: skip
 
 TESTS_OF_PROOFS = (
-    "test_all_families", "test_families", "test_mlps", "test_norms",
-    "test_patcher", "test_stacked_experts",
+    "test_all_families", "test_families", "test_mlps", "test_norms", "test_patcher", "test_stacked_experts",
 )  # fmt: skip
 
 if not torch.cuda.is_available():

@@ -21,13 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from .. import plugins
 from ..common.hooks import is_hooked_by_others
 from ..common.replacements import own_attribute
 from ..common.zero3 import is_needed_in, is_partitioned, need_in, shape_of
 from ..errors import ConfigError
 from ..kernels.types import Lora, VocabParallel
-from ..plugins import KEEPS_ROWS
+from ..plugins import KEEPS_ROWS, load
 
 
 @dataclass(frozen=True)
@@ -300,8 +299,8 @@ def head_rows(model: Any) -> int:
 
 
 def sharded_head(module: Any) -> Any:
-    """Return an output head whose rows stay on their ranks as extras/vocab_parallel's `ShardedHead`, else None."""
+    """Return the `ShardedHead` (extras/vocab_parallel) of an output head whose rows stay on their ranks, else None."""
     marked = getattr(module, KEEPS_ROWS, False)
     if not marked and not isinstance(getattr(module, "weight", None), DTensor):  # as tensor parallelism makes them
         return None
-    return plugins.load("vocab_parallel").ShardedHead.of(module)
+    return load("vocab_parallel").ShardedHead.of(module)

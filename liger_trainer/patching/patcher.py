@@ -25,8 +25,7 @@ from .layers.experts import patch_experts
 from .layers.gated_norms import patch_gated_norms
 from .layers.linears import patch_linears
 from .layers.lora import patch_lora
-from .layers.mlps import KIND as REMADE
-from .layers.mlps import patch_mlps, remake_mlps
+from .layers.mlps import REMADE, patch_mlps, remake_mlps
 from .layers.norms import patch_norms
 from .layers.stacked_experts import patch_stacked_experts
 from .options import NothingToPatch, PatchOptions, PatchReport

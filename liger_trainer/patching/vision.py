@@ -34,7 +34,7 @@ from .packing.packed_attention import asks_for_implementation
 
 # transformers' modules look for "flash" in the name, and then hand over the ends.
 NAMES = {"sdpa": "liger_flash_of_towers_sdpa", "eager": "liger_flash_of_towers_eager"}
-_TOWER = "tower attention"
+TOWER = "tower attention"
 _IMPLEMENTATION = "_attn_implementation_internal"
 
 
@@ -52,7 +52,7 @@ def patch_tower_attention(
             for part in tower:
                 replacements.set(part, "config", config)
         if module.config._attn_implementation in NAMES.values():
-            report.swap(_TOWER)
+            report.swap(TOWER)
 
 
 def _may_be_replaced(module: Any, tower: list[nn.Module]) -> bool:

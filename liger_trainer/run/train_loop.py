@@ -1,7 +1,10 @@
 """The training of a run: measure the student, train it, and say what that took."""
 
 import json
+import os
 import shlex
+import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -19,7 +23,7 @@ from ..common.console import on_first_rank
 from ..common.files import METRICS
 from ..common.signals import handling
 from ..common.zero3 import shape_of
-from ..errors import ConfigError
+from ..errors import ConfigError, Interrupted, OutOfTimeError
 from ..trainers.metrics import tokens_before
 from ..trainers.sft_trainer import LigerTrainer
 from .checkpoints import BEFORE
@@ -30,13 +34,6 @@ from .samples import Measurement
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
-import os
-import signal
-import sys
-
-import torch.distributed as dist
-
-from ..errors import Interrupted, OutOfTimeError
 
 
 @dataclass

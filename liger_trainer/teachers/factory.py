@@ -6,8 +6,8 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedModel
 
-from .. import plugins
 from ..errors import ConfigError
+from ..plugins import load
 from .adapters_off import SelfTeacher
 from .base import Teacher
 from .cached import CachedTeacher
@@ -48,7 +48,7 @@ def make_teacher(args: TeacherConfig, teacher_model: GivenTeacher, rows_for_read
     if args.teacher_prompt or args.teacher_prompt_column:
         if args.teacher == "server":
             raise ConfigError("teacher_prompt: the teacher must be in this process, not on a server.")
-        return plugins.load("teacher_prompt").PrivilegedTeacher(args, _plain(args, teacher_model, rows_for_reading))
+        return load("teacher_prompt").PrivilegedTeacher(args, _plain(args, teacher_model, rows_for_reading))
     return _plain(args, teacher_model, rows_for_reading)
 
 
@@ -63,6 +63,6 @@ def _plain(args: TeacherConfig, teacher_model: GivenTeacher, rows_for_reading: R
     plan = args.loss_plan()
     if plan.other_tokens:
         if plan.of("alm"):
-            return plugins.load("alm").SpanTeacher(args, teacher_model, rows_for_reading)
-        return plugins.load("uld").CrossTokenizerTeacher(args, teacher_model, rows_for_reading)
+            return load("alm").SpanTeacher(args, teacher_model, rows_for_reading)
+        return load("uld").CrossTokenizerTeacher(args, teacher_model, rows_for_reading)
     return ModelTeacher(args, teacher_model)

@@ -12,14 +12,13 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, TrainingArguments
 from trl.models.utils import prepare_fsdp
 from trl.trainer.utils import create_model_from_path
 
-from .. import plugins
 from ..common.adapters import load_merged
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.model_parts import Head, output_module
 from ..losses.spec import Logits
 from ..patching.patcher import base_of
-from ..plugins import KEEPS_ROWS
+from ..plugins import KEEPS_ROWS, load
 from .config import OF_LOADING, TeacherConfig, placed
 
 RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
@@ -75,7 +74,7 @@ def shard(teacher: PreTrainedModel, accelerator: Any, like: nn.Module | None = N
         "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
     }
     if like is not None and getattr(output_module(like), KEEPS_ROWS, False):
-        plugins.load("vocab_parallel").shard_like(like, base_of(teacher), **how)
+        load("vocab_parallel").shard_like(like, base_of(teacher), **how)
     layers = set(getattr(teacher, "_no_split_modules", None) or ())
     for module in list(teacher.modules()):
         if type(module).__name__ in layers:

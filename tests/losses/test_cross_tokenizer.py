@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from byte_level import CODE, ENGLISH, byte_level, saved
-from commands import call, settings
+from commands import call, settings, without_report
 from datasets import Dataset
 from peft import LoraConfig
 from splits import capture_gradients
@@ -642,7 +642,7 @@ RUNS = {
 @BOTH
 def test_a_run(teacher, ours, tmp_path, monkeypatch, capsys, kind):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    without_report(monkeypatch)
     saved(tmp_path / "student", ours, **STUDENT)
     (tmp_path / "teacher").symlink_to(teacher)
     chats(8).to_json(tmp_path / "rows.jsonl")

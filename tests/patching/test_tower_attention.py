@@ -18,8 +18,7 @@ from liger_trainer.common.replacements import Replacements
 from liger_trainer.patching import vision as tower_attention
 from liger_trainer.patching.options import PatchReport
 from liger_trainer.patching.packing import flash
-from liger_trainer.patching.vision import _TOWER as KIND
-from liger_trainer.patching.vision import patch_tower_attention
+from liger_trainer.patching.vision import TOWER, patch_tower_attention
 
 SIZES = {"hidden_size": 32, "depth": 4, "num_heads": 2, "intermediate_size": 48, "patch_size": 4, "in_channels": 3}
 TOWERS = {
@@ -78,7 +77,7 @@ def test_one_call_computes_what_calls_image_by_image_computed(kind, implementati
     model = tower(kind, implementation, torch.float64)
     want = step(model, patches(torch.float64))
     record, report = patched(model)
-    assert report.swapped[KIND] == 4
+    assert report.swapped[TOWER] == 4
     features, gradients = step(model, patches(torch.float64))
     torch.testing.assert_close(features, want[0], rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients, want[1])

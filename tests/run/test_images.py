@@ -4,11 +4,11 @@ import io
 import json
 import random
 import re
+from pathlib import Path
 
 import pytest
-from commands import call, done, settings, write_rows
+from commands import call, done, settings, without_report, write_rows
 from commands import metrics as written
-from parts import enter
 from PIL import Image
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -31,7 +31,10 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def folder(models, tmp_path, monkeypatch):
-    enter(tmp_path, models, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    without_report(monkeypatch)
+    for name in ("student", "teacher"):
+        Path(name).symlink_to(models / name)
     (tmp_path / "run.yaml").write_text(SETTINGS)
     return tmp_path
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from commands import call, save_models, settings, write_rows
+from commands import call, save_models, settings, without_report, write_rows
 from datasets import Dataset
 from peft import LoraConfig
 from quick_cases import by_turns
@@ -210,7 +210,7 @@ def test_what_cannot_work_is_refused(template, options, message):
 def test_the_command_learns_instructions(tmp_path, monkeypatch, capsys):
     """After training, the student without the prompt is nearer to the base that has it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    without_report(monkeypatch)
     save_models(tmp_path, "student")
     write_rows(tmp_path / "rows.jsonl", [{k: v for k, v in row.items() if k != "told"} for row in rows(True, 20)])
     lora = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj", "up_proj"]}

@@ -18,7 +18,7 @@ from caches import (
     teacher_model,
     trainer_of,
 )
-from commands import write_rows
+from commands import without_report, write_rows
 from datasets import Dataset
 from filelock import FileLock
 from processes import run_on
@@ -315,7 +315,7 @@ RUN = CACHED_RUN + "teacher_model_name_or_path: teacher\n"
 def folder(tmp_path, monkeypatch):
     """A working folder with student, teacher and rows."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    without_report(monkeypatch)
     for seed, name in enumerate(("student", "teacher")):
         tiny_model(seed=seed).save_pretrained(name)
         tiny_tokenizer().save_pretrained(name)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from caches import CACHED_RUN, captured, config, end_of, files_of, other_tokenizer, teacher_model, trainer_of
+from commands import without_report
 from datasets import Dataset
 from foreign_records import (
     DELTAS,
@@ -345,7 +346,7 @@ def test_an_import_that_was_interrupted_goes_on(ours, tmp_path, monkeypatch):
 
 def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    without_report(monkeypatch)
     tiny_model(seed=0).save_pretrained("student")
     tiny_tokenizer().save_pretrained("student")
     rows = [{"prompt": f"w{i} w{i + 1}", "completion": f" w{i + 2}"} for i in range(20)]

@@ -8,7 +8,7 @@ from trainings import logged, sft
 
 from liger_trainer import LigerConfig, LigerTrainer
 from liger_trainer.errors import ConfigError
-from liger_trainer.patching.layers.mlps import KIND
+from liger_trainer.patching.layers.mlps import REMADE
 from liger_trainer.patching.patcher import patch, patched_record
 
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
@@ -37,7 +37,7 @@ def trained(memory: str, adapters) -> tuple[list[float], dict[str, torch.Tensor]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         trainer.train()
     report, layers = trainer.patched.report.swapped, {"fast": 0, "balanced": LAYERS // 2, "lean": LAYERS}[memory]
-    assert report[KIND] == layers and (KIND in str(trainer.patched.report)) == bool(layers)
+    assert report[REMADE] == layers and (REMADE in str(trainer.patched.report)) == bool(layers)
     gate_and_up = sum(size for is_wide, size in kept.values() if is_wide)
     return logged(trainer), first.values, gate_and_up, sum(size for _, size in kept.values())
 
@@ -57,13 +57,13 @@ def test_the_same_is_learned_with_less_kept(adapters, kernels):
 def test_a_second_trainer_decides_anew_until_the_first_one_trains():
     model = tiny_model("qwen3")
     first = trainer_of(model, memory="lean")
-    assert first.patched.report.swapped[KIND] == 2
+    assert first.patched.report.swapped[REMADE] == 2
     second = trainer_of(model)
-    assert KIND not in second.patched.report.swapped
+    assert REMADE not in second.patched.report.swapped
     first.train()
-    assert first.patched.report.swapped[KIND] == 2
+    assert first.patched.report.swapped[REMADE] == 2
     second.train()
-    assert KIND not in second.patched.report.swapped
+    assert REMADE not in second.patched.report.swapped
 
 
 def test_what_cannot_be_made_again_in_a_call_is_said():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import save_models, write_rows
+from commands import save_models, without_report, write_rows
 from peft import LoraConfig
 from quick_cases import slow_but
 from tiny import CHAT_TEMPLATE, completions, texts, tiny_model, tiny_tokenizer, train_args
@@ -63,7 +63,7 @@ def runs(tmp_path_factory):
     write_rows(folder / "rows.jsonl", [row(i) for i in range(20)])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+        without_report(patch)
         for name, settings in KINDS.items():
             Path(f"{name}.yaml").write_text(RUN + settings)
             assert cli("run", f"{name}.yaml") == 0
@@ -79,7 +79,7 @@ def place(runs, tmp_path, monkeypatch):
         shutil.move(folder / name / "metrics.json", folder / f"{name}.json")
         shutil.rmtree(folder / name / "checkpoint-4")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    without_report(monkeypatch)
     return folder
 
 

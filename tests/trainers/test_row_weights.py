@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from commands import call, save_models, settings, write_rows
+from commands import call, save_models, settings, without_report, write_rows
 from datasets import Dataset, concatenate_datasets
 from quick_cases import slow_but
 from served import served
@@ -228,7 +228,7 @@ def test_stored_logits_are_weighted_too(name):
 
 def test_a_run_takes_the_column_of_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    without_report(monkeypatch)
     save_models(tmp_path, "student", "teacher")
 
     def chat(i):

@@ -307,7 +307,7 @@ def random_rows(width: int, dtype: torch.dtype) -> Tensor:
 # Which of them do is noted on the modules, whose forward (mlps.py) looks for it in each call.
 
 
-KIND = "gate and up made again"
+REMADE = "gate and up made again"
 
 
 def remake_mlps(
@@ -329,7 +329,7 @@ def remake_mlps(
     for mlps in chosen:
         for mlp in mlps:
             replacements.set(mlp, REMADE, True)
-    report.swap(KIND, len(chosen))
+    report.swap(REMADE, len(chosen))
 
 
 def _mlps_of(layer: nn.Module, lora: bool) -> list[nn.Module]:

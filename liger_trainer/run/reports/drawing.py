@@ -6,6 +6,7 @@ which has other values for them in dark mode. The page shows one SVG of a chart 
 
 import html
 import io
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,18 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from .curves import SERIES, SMOOTHED_FROM, Axis, Chart, Line, axes_of, charts_of, different, lines_of, logarithmic
 from .read_run import RunRecord
+from .tables import duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-import math
-from typing import TYPE_CHECKING
-
-from .tables import duration
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#1f2430", "#667085", "#d9dde3"
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", **{c: f"--s{i}" for i, c in enumerate(SERIES, 1)}}

@@ -4,7 +4,9 @@
 If it does not fit, settings that take less are simulated too. No weights are loaded.
 """
 
+import difflib
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,11 +20,8 @@ from .step_spec import RowLengths, Sharding, capture_spec, row_lengths, sharding
 
 if TYPE_CHECKING:
     from ...config.run_config import RunConfig
-import difflib
-import re
 
 # GPUs by name, with the memory that a process can allocate on them.
-
 
 CONTEXT_MIB = 700  # CUDA's context and loaded kernels, which torch does not allocate
 FRAGMENTED = 0.03  # share of the reserved memory that is lost between blocks in use

@@ -1,12 +1,14 @@
 """Turn a configuration into the step to simulate. Of the models, only configurations are read."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from transformers import AutoConfig, LlamaConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.optimization import Adafactor
@@ -21,33 +23,20 @@ from ...losses.spec import LossOptions
 from ...patching.patcher import PatchOptions
 from ...run.data.demo_model import DEMO_MODELS, demo_key
 from ...run.drop_layers import kept_indices, thinned_config
+from ...run.launch import launcher_arguments
 from ...teachers.cache.hidden import HiddenFormat, TeacherHead
 from ...teachers.cache.records import RecordFormat
 from ...teachers.cache.store import HiddenSettings, read_index
 from ...trainers.options import AUTO, MEMORY, NEVER
-from .simulate import ModelSpec, StepSpec
+from .memory_tracker import Peak
+from .simulate import ModelSpec, StepMemory, StepSpec
 from .stand_ins import MomentsOptimizer
-
-if TYPE_CHECKING:
-    from ...config.run_config import RunConfig
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ...config.run_config import RunConfig
     from ...run.data.datasets import RunData
-from collections import Counter
-from typing import TYPE_CHECKING
-
-import yaml
-
-from ...run.launch import launcher_arguments
-from .memory_tracker import Peak
-from .simulate import StepMemory
-
-if TYPE_CHECKING:
-    from ...config.run_config import RunConfig
 
 # What one of several processes holds: DDP's buckets, and its shares under ZeRO and FSDP.
 
@@ -174,8 +163,6 @@ def row_lengths(config: "RunConfig") -> RowLengths | str:
 
 
 def _is_local(name: str) -> bool:
-    from pathlib import Path
-
     return Path(name).expanduser().exists()
 
 
