@@ -12,7 +12,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, TrainingArguments
 from trl.models.utils import prepare_fsdp
 from trl.trainer.utils import create_model_from_path
 
-from ..common.adapters import load_merged
+from ..common.weights import load_merged
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.model_parts import Head, output_module

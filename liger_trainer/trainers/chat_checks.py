@@ -8,7 +8,7 @@ from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError, TemplateSyntaxError
 from trl.data_utils import get_dataset_column_names, is_conversational
 
-from ..common.limits import LimitExceeded, limited
+from ..common.signals import LimitExceeded, limited
 from ..errors import ConfigError, DataError
 from .chat_rows import BASIC_ROLES, CHAT_COLUMNS_READ, KEPT, NO_ANSWERS
 from .messages import arguments_wanted, encoded, is_plain, no_answer, with_arguments

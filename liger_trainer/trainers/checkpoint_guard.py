@@ -38,8 +38,7 @@ from ..common.checkpoints import (
     weights_alone,
 )
 from ..common.console import on_first_rank
-from ..common.files import STATE, write_atomically
-from ..common.folder_lock import folder_lock
+from ..common.files import STATE, folder_lock, write_atomically
 from ..common.replacements import Replacements
 from ..common.weights import load_whole
 from ..errors import ConfigError

@@ -8,12 +8,19 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig
 
 from ..common.options import OptionValues, check_options, option
-from ..common.weights import ALLOW_MISSING_WEIGHTS
 from ..losses.plan import LossConfig, LossPlan, plan_of, without_effect
 from ..losses.spec import Distillation, distillation_of
 from ..teachers.config import SAMPLES, TeacherConfig
 from .best_metric import choose_direction
-from .options import ImagesConfig, NonFiniteConfig, QatConfig, RowsConfig, SamplingConfig, StepConfig
+from .options import (
+    ALLOW_MISSING_WEIGHTS,
+    ImagesConfig,
+    NonFiniteConfig,
+    QatConfig,
+    RowsConfig,
+    SamplingConfig,
+    StepConfig,
+)
 
 
 def choose_bf16(args: Any) -> None:
