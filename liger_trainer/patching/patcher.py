@@ -16,7 +16,7 @@ from torch import nn
 
 from ..common.replacements import Replacements
 from ..errors import ConfigError
-from ..losses.cross_entropy import stored_logits_loss
+from ..losses.answers import stored_logits_loss
 from ..losses.fused_forward import FusedLoss, check_loss, has_trl_head
 from ..losses.model_parts import output_module
 from ..losses.spec import LossOptions

@@ -20,8 +20,8 @@ from ..common.replacements import Replacements
 from ..common.zero3 import is_partitioned
 from ..errors import MaterializedLogitsWarning
 from ..kernels.linear_log_probs import linear_log_probs
+from ..losses.deferring_head import ScoredLogits, scored_logits
 from ..losses.model_parts import output_module
-from ..losses.scored_logits import ScoredLogits, scored_logits
 from .patcher import base_of
 
 _NAME = "_ChunkedLogProbFunction"

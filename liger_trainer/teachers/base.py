@@ -20,8 +20,7 @@ from ..common.console import announce
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits, settled
 from ..losses.deferring_head import deferred_logits
-from ..losses.spec import Logits
-from ..losses.teacher_answer import TeacherAnswer
+from ..losses.spec import Logits, TeacherAnswer
 from ..patching.packing.document_leaks import PackedRows, read_packed_rows
 from ..patching.patcher import NothingToPatch, Patched, PatchOptions, base_of, patched_record
 

@@ -21,7 +21,7 @@ from liger_trainer.common.checkpoints import MANIFEST, TRAINER_STATE, WITH_MANIF
 from liger_trainer.common.files import STATE
 from liger_trainer.errors import ConfigError
 from liger_trainer.trainers.capture import capture
-from liger_trainer.trainers.resume_check import KEY
+from liger_trainer.trainers.checkpoint_guard import KEY
 
 RUN = """
 model_name_or_path: student

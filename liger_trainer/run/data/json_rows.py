@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import DataError
-from ...trainers.messages import JsonAsWritten, encoded
+from ...trainers.chat_rows import JsonAsWritten, encoded
 from .row_checks import BadRows, kind_of
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ...errors import DataError
-from ...trainers.chat_rows import ALPACA, ALPACA_OPTIONAL, NO_ANSWERS, ROLES
+from ...trainers.chat_rows import ALPACA, ALPACA_OPTIONAL, NO_ANSWERS, ROLES, message_problem, no_answer, tidy
 from ...trainers.images import COLUMNS
-from ...trainers.messages import message_problem, no_answer, tidy
 
 if TYPE_CHECKING:
     from ...config.run_config import RunConfig
