@@ -4,7 +4,7 @@ Such a tower lays the patches of all images end to end, and its attention gets w
 ends. transformers hands these ends to flash-attn where that is installed; for any other implementation its loop asks
 the device for the lengths at each layer and calls attention image by image, or window by window: 128 calls a layer for
 eight images of Qwen2.5-VL. Here the tower takes the way of flash-attn to a function of ours: PyTorch's FlashAttention-2
-(flash.py) where that can serve, else the former implementation, once for each run of equal lengths.
+(packing/documents.py) where that can serve, else the former implementation, once for each run of equal lengths.
 """
 
 import copy
@@ -29,7 +29,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from ..common.replacements import Replacements
 from . import structure
 from .options import PatchOptions, PatchReport
-from .packing import flash
+from .packing import documents as flash
 from .packing.packed_attention import asks_for_implementation
 
 # transformers' modules look for "flash" in the name, and then hand over the ends.

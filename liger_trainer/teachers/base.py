@@ -22,7 +22,7 @@ from ..losses.deferred_logits import DeferredLogits, settled
 from ..losses.deferring_head import deferred_logits
 from ..losses.spec import Logits
 from ..losses.teacher_answer import TeacherAnswer
-from ..patching.packing.document_leaks import PackedRows, read_packed_rows
+from ..patching.packing.packed_rows import PackedRows, read_packed_rows
 from ..patching.patcher import NothingToPatch, Patched, PatchOptions, base_of, patched_record
 
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")

@@ -13,8 +13,7 @@ from ..common.console import announce
 from ..errors import ConfigError
 from ..losses.model_parts import device_of, embedding_rows, placeholder_ids, reads_images
 from ..losses.spec import Logits
-from ..patching.packing.document_leaks import read_packed_rows
-from ..patching.packing.ulysses import SlicedRows, obstacle_to_slices
+from ..patching.packing.packed_rows import SlicedRows, obstacle_to_slices, read_packed_rows
 from ..patching.patcher import base_of
 from .base import DistillHost, Teacher, check_apart, patch_layers, teacher_logits, without_labels
 from .config import TeacherConfig

@@ -15,7 +15,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..errors import ConfigError
 from ..patching.packing.packed_attention import OF_SLICES
-from ..patching.packing.ulysses import implementations_of, obstacle_to_slices
+from ..patching.packing.packed_rows import implementations_of, obstacle_to_slices
 from ..patching.patcher import base_of
 from .host import TrainerHost
 

@@ -23,8 +23,8 @@ from ..errors import ConfigError
 from ..losses.model_parts import output_module
 from ..losses.spec import IGNORE_INDEX, LossOptions, TokenWeights
 from ..losses.teacher_answer import TokenLossOutput
-from ..patching.packing.document_leaks import PackedRows, read_packed_rows
-from ..patching.packing.document_mask import documents_come_along, padded_on_the_right
+from ..patching.packing.documents import documents_come_along, padded_on_the_right
+from ..patching.packing.packed_rows import PackedRows, read_packed_rows
 from ..patching.patcher import base_of, patched_record
 from ..plugins import QUANTISED, TrainerPlugin, of_trainer
 from .best_metric import correct_guess, follow_direction

@@ -14,9 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching.options import PatchReport
-from liger_trainer.patching.packing.document_leaks import PackedRows, leak, read_packed_rows
 from liger_trainer.patching.packing.packed_attention import pack_attention
-from liger_trainer.patching.packing.ulysses import obstacle_to_slices
+from liger_trainer.patching.packing.packed_rows import PackedRows, leak, obstacle_to_slices, read_packed_rows
 
 LENGTHS = (5, 9, 2, 12)  # the windows of these families are of 8 tokens
 HYBRIDS = {  # what a tiny one of the family needs

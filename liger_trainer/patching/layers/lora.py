@@ -31,8 +31,7 @@ from ...kernels.types import Adapter, Projection
 from ...losses.model_parts import output_module
 from .. import structure
 from ..options import PatchOptions, PatchReport
-from .linears import GROUP, SharedInput, is_weight_and_bias, layers_of_one_input
-from .projections import is_plain
+from .linears import GROUP, SharedInput, is_plain, is_weight_and_bias, layers_of_one_input
 
 
 class _Ineligible(Exception):
@@ -46,7 +45,7 @@ def patch_lora(model: nn.Module, options: PatchOptions, replacements: Replacemen
     head = output_module(model)
     layers: Any = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
     for name, module in layers:
-        if module is head or module in replacements or isinstance(module, ParamWrapper):  # stacked_experts.py
+        if module is head or module in replacements or isinstance(module, ParamWrapper):  # experts.py
             continue
         refused = _refused(module)
         if refused is None:

@@ -13,7 +13,7 @@ from ...common.replacements import Replacements
 from ...errors import ConfigError, LigerTrainerError
 from ...losses.deferred_logits import DeferredLogits, Forward
 from ...losses.model_parts import Head, device_of, output_module
-from ...patching.packing.document_mask import padded_on_the_right
+from ...patching.packing.documents import padded_on_the_right
 from .hidden import TeacherHead
 from .records import Draws, RecordFormat
 
