@@ -129,7 +129,7 @@ def patch_patch_embedding(
     for module in model.modules() if options.towers else ():
         for conv in _convolutions(module):
             # its hooks go on running, such as the one by which checkpointing has embeddings require gradients
-            if conv not in replacements and "forward" not in vars(conv) and structure.obstacle(conv) is None:
+            if conv not in replacements and "forward" not in vars(conv) and structure.why_not_replaced(conv) is None:
                 replacements.forward(conv, embed_patches)
                 report.swap(_PATCHES)
 
@@ -184,7 +184,7 @@ def patch_placeholders(
 ) -> None:
     """Have models count their placeholders on the host, where they wait for the device to do it."""
     for module in model.modules() if options.towers else ():
-        if module not in replacements and _counts(type(module)) and structure.obstacle(module) is None:
+        if module not in replacements and _counts(type(module)) and structure.why_not_replaced(module) is None:
             replacements.forward(module, counting_forward)
             replacements.set(module, _METHOD, types.MethodType(_placeholder_mask, module))
             report.swap(_PLACEHOLDERS)

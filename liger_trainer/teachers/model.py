@@ -13,7 +13,7 @@ from ..common.console import announce
 from ..errors import ConfigError
 from ..losses.model_parts import device_of, embedding_rows, placeholder_ids, reads_images
 from ..losses.spec import Logits
-from ..patching.packing.packed_rows import SlicedRows, obstacle_to_slices, read_packed_rows
+from ..patching.packing.packed_rows import SlicedRows, patch_packed_attention, why_not_sliced
 from ..patching.patcher import base_of
 from .base import DistillHost, Teacher, check_apart, patch_layers, teacher_logits, without_labels
 from .config import TeacherConfig
@@ -94,7 +94,7 @@ class ModelTeacher(Teacher):
             check_alike(self._fingerprints, self._name)
         if self._args.teacher_offload:
             announce(f"{self._name}: its layers are not patched: their weights are streamed.")
-            read_packed_rows(base_of(teacher), None, trainer.packed_rows)
+            patch_packed_attention(base_of(teacher), None, trainer.packed_rows)
         else:
             self.patched = patch_layers(teacher, trainer.patched.options, self._name, trainer.packed_rows)
         self._sliced = self._of_slices(teacher) if trainer.shards_sequences() else None
@@ -104,7 +104,7 @@ class ModelTeacher(Teacher):
         return vocab_size
 
     def _of_slices(self, teacher: Any) -> SlicedRows:
-        reason = obstacle_to_slices(base_of(teacher))
+        reason = why_not_sliced(base_of(teacher))
         if reason is not None:
             raise ConfigError(f"Sequence parallelism (sp_size > 1), {self._name}: {reason}.")
         return SlicedRows(base_of(teacher))

@@ -207,7 +207,7 @@ def patch_stacked_experts(
         rule = "its `_apply_gate` has been replaced" if replaced else prove(chain[-1])
         if rule is None and not wrapped:
             continue
-        refused = rule if isinstance(rule, str) else _obstacle(module, rule)
+        refused = rule if isinstance(rule, str) else _why_own_forward(module, rule)
         if refused is not None or rule is None or isinstance(rule, str):
             _leave(report, name, chain, refused)
             continue
@@ -227,9 +227,9 @@ def _leave(report: PatchReport, name: str, chain: Sequence[nn.Module], why: str 
         report.leave(type(chain[-1]).__name__, f"its own forward runs: {why}")
 
 
-def _obstacle(module: nn.Module, rule: ExpertsRule | None) -> str | None:
+def _why_own_forward(module: nn.Module, rule: ExpertsRule | None) -> str | None:
     """Say why the own forward has to run or to stay, as the module is now."""
-    refused = structure.obstacle(module)
+    refused = structure.why_not_replaced(module)
     if refused is None and rule is not None:
         try:
             read(module, rule)

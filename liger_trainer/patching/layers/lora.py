@@ -50,7 +50,7 @@ def patch_lora(model: nn.Module, options: PatchOptions, replacements: Replacemen
         refused = _refused(module)
         if refused is None:
             replacements.forward(module, _lora_linear_forward)
-            refused = _obstacle(module)
+            refused = _why_own_forward(module)
         if refused is None:
             report.swap("LoRA linear")
         else:
@@ -236,10 +236,10 @@ def _refused(module: nn.Module) -> str | None:
     """Say why the forward of a LoRA layer cannot be replaced, in any state of it."""
     if type(module) not in _lora_types():
         return f"lora.{type(module).__name__} is another kind of layer"
-    return (_disproof() if type(module) is LoraLinear else None) or structure.obstacle(module)
+    return (_disproof() if type(module) is LoraLinear else None) or structure.why_not_replaced(module)
 
 
-def _obstacle(module: nn.Module) -> str | None:
+def _why_own_forward(module: nn.Module) -> str | None:
     """Say why PEFT's forward will run in training, as the layer is now."""
     try:
         read(module, None)

@@ -151,7 +151,7 @@ def once_for_equal_norms() -> Callable[[nn.Module], NormRule | str]:
 
 def once_for_equal_widths(prove: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
     """Return `prove`, run once for norms of one class, settings and width: few columns may prove less."""
-    return structure.once_for_equal_layers(prove, lambda module: (structure.settings(module), width(module)))
+    return structure.once_for_equal_layers(prove, lambda module: (structure.cache_key(module), width(module)))
 
 
 def prove_norm(module: nn.Module) -> NormRule | str:

@@ -42,7 +42,7 @@ def pack_attention(model: Any, replacements: Replacements, report: PatchReport, 
     Args:
         sliced: of the rows, each rank has a slice. The model runs sdpa.
     """
-    reason = obstacle_to_packing(model)
+    reason = why_not_packed(model)
     if reason is not None:
         report.leave(KIND, reason)
         return
@@ -51,7 +51,7 @@ def pack_attention(model: Any, replacements: Replacements, report: PatchReport, 
     report.swap(KIND)
 
 
-def obstacle_to_packing(model: Any) -> str | None:
+def why_not_packed(model: Any) -> str | None:
     """Say why a model keeps its own attention, None where it need not."""
     configs = attention_configs(model)
     if not configs:

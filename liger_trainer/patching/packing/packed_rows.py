@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...errors import ConfigError
-from .packed_attention import NAMES, OF_SLICES, attention_configs, obstacle_to_packing
+from .packed_attention import NAMES, OF_SLICES, attention_configs, why_not_packed
 
 _ATTENTION = (
     "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse",
@@ -53,7 +53,7 @@ class PackedRows:
     sliced: bool = False
 
 
-def read_packed_rows(model: Any, record: Any, rows: PackedRows | None) -> None:
+def patch_packed_attention(model: Any, record: Any, rows: PackedRows | None) -> None:
     """Prepare a model, without PEFT around it, for packed rows; None: there are none.
 
     Args:
@@ -64,8 +64,8 @@ def read_packed_rows(model: Any, record: Any, rows: PackedRows | None) -> None:
     """
     if rows is None:
         return
-    by_lengths = rows.by_lengths and record is not None and obstacle_to_packing(model) is None
-    reason = leak(model, by_lengths, trusted=not rows.by_lengths) if rows.certain else None
+    by_lengths = rows.by_lengths and record is not None and why_not_packed(model) is None
+    reason = why_documents_mix(model, by_lengths, trusted=not rows.by_lengths) if rows.certain else None
     if reason is not None:
         raise ConfigError(
             f"{type(model).__name__}: documents that are packed into one row would see one another: {reason}. Set "
@@ -75,7 +75,7 @@ def read_packed_rows(model: Any, record: Any, rows: PackedRows | None) -> None:
         record.pack_attention(rows.sliced) if rows.by_lengths else record.unpack_attention()
 
 
-def leak(model: Any, by_lengths: bool, trusted: bool = False) -> str | None:
+def why_documents_mix(model: Any, by_lengths: bool, trusted: bool = False) -> str | None:
     """Say why documents in one row would see one another in a model, None where they would not.
 
     Args:
@@ -87,7 +87,7 @@ def leak(model: Any, by_lengths: bool, trusted: bool = False) -> str | None:
         return "its forward takes no position_ids, which would start anew with each document"
     kinds = other_layers(model, config)
     if kinds:
-        return _leak_of_layers(model, config, ", ".join(kinds))
+        return _why_layers_mix(model, config, ", ".join(kinds))
     trusted = trusted and not type(model).__module__.startswith("transformers.")
     if not attention_configs(model) and config.model_type not in _APART and not trusted:
         return "its attention does not go through transformers' interface (ALL_ATTENTION_FUNCTIONS)"
@@ -111,7 +111,7 @@ def _convolving(model: Any, count: int) -> Iterator[nn.Module]:
             yield module
 
 
-def _leak_of_layers(model: Any, config: Any, kinds: str) -> str | None:
+def _why_layers_mix(model: Any, config: Any, kinds: str) -> str | None:
     guarded = [f for place in {type(m).__module__ for m in model.modules()} for f in _guarded(sys.modules.get(place))]
     if config.model_type not in _HAND_OVER or not guarded:
         return f"its layers of type {kinds} take no lengths of documents"
@@ -143,7 +143,7 @@ def _closed_over(function: Any) -> dict[str, Any]:
 # lends it an exchange of its own while it reads a batch of slices.
 
 
-def obstacle_to_slices(model: Any) -> str | None:
+def why_not_sliced(model: Any) -> str | None:
     """Say why a model, without PEFT around it, would not see whole rows as it does on one rank; None if it would.
 
     Ulysses hands causal attention no mask: what only a mask says is lost.
@@ -181,7 +181,7 @@ class SlicedRows:
     """The attention of a frozen model over rows of which each rank has a slice.
 
     Args:
-        model: a model in which `obstacle_to_slices` finds none, before DeepSpeed prepares another one.
+        model: a model in which `why_not_sliced` finds none, before DeepSpeed prepares another one.
     """
 
     def __init__(self, model: Any):
