@@ -20,7 +20,7 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 from transformers.utils import logging
 
-from liger_trainer.cli import main
+from liger_trainer.cli.app import main
 from liger_trainer.common.files import CONFIG, METRICS, sha256
 from liger_trainer.errors import LigerTrainerError
 from liger_trainer.recipes import distill, sft
