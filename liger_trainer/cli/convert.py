@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..config.catalogue import find_config
+from ..config.schema import find_config
 from ..errors import ConfigError
 from ._shared import Force, write_new
 

@@ -24,8 +24,8 @@ from ..trainers.chat_template import ANSWERS, fitting
 from ..trainers.rows import text_prompt_ids
 from ..trainers.samplers import nothing_by_default
 from .data.datasets import RunData
-from .data.images import images_of
-from .metric_rows import MetricRow
+from .data.row_checks import images_of
+from .reports.tables import MetricRow
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig

@@ -14,8 +14,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, TrainingArguments
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import create_model_from_path
 
-from ..common.adapters import load_merged
 from ..common.console import announce
+from ..common.weights import load_merged
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.model_parts import Head, device_of, embedding_rows, output_module, placeholder_ids, reads_images

@@ -47,7 +47,7 @@ def done(ended: tuple[int, str, str]) -> tuple[str, str]:
 
 def without_report(patch: pytest.MonkeyPatch) -> None:
     """Runs write no report: to draw it takes longer than to train. test_report.py has it."""
-    patch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    patch.setattr("liger_trainer.run.recipe._report", lambda output_dir: None)
 
 
 def metrics(folder: Path) -> dict:

@@ -14,13 +14,13 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.optimization import Adafactor
 from trl import get_peft_config
 
-from ...common.adapters import adapter_at
-from ...config.settings import Setting
+from ...common.weights import adapter_at
+from ...config.yaml_reader import Setting
 from ...errors import ConfigError, LigerTrainerError
 from ...losses.answers import RecordedAnswer, SparseAnswer, TokenTargets
 from ...losses.spec import LossOptions
 from ...patching.patcher import PatchOptions
-from ...run.data.demo_model import DEMO_MODELS, demo_key
+from ...run.data.demo import DEMO_MODELS, demo_key
 from ...run.drop_layers import kept_indices, thinned_config
 from ...run.launch import launcher_arguments
 from ...teachers.cache.records import HiddenFormat, RecordFormat, TeacherHead
