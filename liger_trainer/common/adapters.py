@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from ..compat.deepspeed import is_partitioned, shape_of
 from ..errors import ConfigError, CorruptError
 from .weights import load_whole, named
-from .zero3 import is_partitioned, shape_of
 
 UNREADABLE = (SafetensorError, EOFError, UnpicklingError)
 # |merged - adapter's| / |adapter's| of the logits. In half precision each merged weight is rounded once; in 4 and 8

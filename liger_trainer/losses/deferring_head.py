@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..common.replacements import own_attribute, replaced_in_this_thread, without_replacement
-from ..common.zero3 import gathered, is_partitioned
+from ..compat.deepspeed import gathered, is_partitioned
 from ..errors import ConfigError
 from ..kernels.lora_linear import lora_linear_reference
 from .deferred_logits import DeferredLogits, Forward, version_of

@@ -17,7 +17,7 @@ import trl.trainer.utils
 from torch import Tensor
 
 from ..common.replacements import Replacements
-from ..common.zero3 import is_partitioned
+from ..compat.deepspeed import is_partitioned
 from ..errors import MaterializedLogitsWarning
 from ..kernels.linear_log_probs import linear_log_probs
 from ..losses.model_parts import output_module

@@ -17,8 +17,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ...common.hooks import is_hooked
 from ...common.replacements import Replacements
+from ...compat.modules import is_hooked
 from ...kernels.linears import linears
 from ..options import PatchOptions, PatchReport
 from .projections import has_plain_weight, is_plain

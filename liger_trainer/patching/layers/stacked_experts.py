@@ -24,8 +24,8 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
-from ...common.hooks import is_called
 from ...common.replacements import Replacements
+from ...compat.modules import is_called
 from ...kernels.lora_experts import StackedProjection, lora_experts, lora_experts_reference
 from .. import structure
 from ..options import PatchOptions, PatchReport
