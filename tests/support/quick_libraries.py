@@ -1,18 +1,14 @@
-"""What libraries and our patcher find out anew for each trainer, found out once in a process, with the same results."""
+"""What libraries find out again for each trainer, found out once in a process, with the same results."""
 
 import functools
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Callable, Hashable
 from types import CodeType
 from typing import Any
 
 import torch
 from dill import detect
-from torch import nn
-
-_WORDS = (str, int, float, bool, bytes, type(None))
 
 
 def install() -> None:
@@ -90,34 +86,3 @@ _QUICKENED = {
     "jinja2.environment": _quicken_templates, "httpx._transports.default": _quicken_transport,
     "typer.main": _quicken_commands,
 }  # fmt: skip
-
-
-def proved_once(once_for_equal_layers: Callable) -> Callable:
-    """Have the patcher prove its rules once for equal layers of all models, not of one: the tests' are mostly alike."""
-
-    def of_one_model(prove: Callable, *key: Callable) -> Callable:
-        def kept(module: nn.Module) -> Any:
-            kinds, words = _settings(module)
-            if " at 0x" in words:  # an object that only this model has
-                return prove(module)
-            if (prove, kinds, words) not in _PROVED:
-                _PROVED[prove, kinds, words] = prove(module)
-            return _PROVED[prove, kinds, words]
-
-        return once_for_equal_layers(kept, *key)
-
-    return of_one_model
-
-
-def _settings(module: nn.Module) -> tuple[tuple, str]:
-    """All that a layer's forward reads, of its tensors the shapes."""
-    kinds = tuple((name, type(each), type(each).forward) for name, each in module.named_modules())
-    words = [(k, x if isinstance(x, _WORDS) else (type(x), getattr(x, "__dict__", x)))
-             for each in module.modules() for k, x in vars(each).items() if k not in _BARE]  # fmt: skip
-    named = [*module.named_parameters(), *module.named_buffers()]
-    tensors = [(type(x), name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in named]
-    return kinds, str((words, tensors))
-
-
-_BARE = frozenset(vars(nn.Module()))
-_PROVED: dict[Hashable, Any] = {}
