@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engines.heads_on_ranks import ENGINES, OBJECTIVES, STEPS, gradients_of, step, student_of
-from processes import run_on
+from processes import outcome_of
 from tiny import assert_same_gradients, texts, tiny_model
 from trainings import distill, sft
 
@@ -21,10 +21,8 @@ assert set(ENGINES) == {engine for engine, _ in STEPS}
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    path = tmp_path_factory.mktemp("heads") / "results.pt"
-    run_on(2, "engines/heads_on_ranks.py", path)
-    return torch.load(path)
+def two_processes():
+    return outcome_of(2, "engines/heads_on_ranks.py")
 
 
 @pytest.fixture(scope="module")
