@@ -206,7 +206,7 @@ PARSED = {
     "liger-trainer doctor --all": "minutes; tests/tools/test_doctor.py holds docs/models.md to it",
     "liger-trainer doctor --all --markdown": "minutes; tests/tools/test_doctor.py holds docs/models.md to it",
     "liger-trainer run smollm2/distill_layerdrop '~keep_every_nth_layer' qat=int4 learning_rate=5e-5": (
-        "needs torchao; tests/trainers/test_qat.py trains by it where it is installed"
+        "needs torchao; tests/extras/test_qat.py trains by it where it is installed"
     ),
     "liger-trainer run my.yaml recipe=sft model_name_or_path=TEACHER output_dir=corrected max_steps=200": (
         "TEACHER stands for the name of a model"
