@@ -113,7 +113,7 @@ def _divergences(student: int, teacher: int, vocab: int, **options) -> list[Case
 
 
 def _sweeps() -> list[Case]:
-    """For the plots: more tokens, then larger vocabularies. By name only."""
+    """More tokens, then larger vocabularies. By name only."""
     pairs = (("ce", "ce", 0), ("fkl", "forward_kl", 4096))
     tokens = [
         Case(f"{short}-tokens-{k}k", kind, 2048, 128256, teacher, tokens=1024 * k, default=False)

@@ -69,12 +69,13 @@ HEADS = (
 )  # fmt: skip
 
 COMMON: dict[str, Any] = {"plan": Plan(4, 10, 2), "fp32": True}
-SELECTIVE: dict[str, Any] = {"checkpointing": True, "selective": True, **COMMON}
-TEACHER: dict[str, Any] = {"teacher": "Llama-3-70B", "teacher_layers": 24}
+# At the common 1e-4 its training from random weights is chaotic: two runs that differ by rounding part by more than the
+# gate allows, so that it would refuse ours for nothing.
+LLAMA: dict[str, Any] = {"checkpointing": True, "gently": 5, **COMMON}
 CASES = (  # `rows` are of one GPU
-    Case("sft-llama-3-8b", "Llama-3-8B", 1, 8192, **SELECTIVE),
-    Case("sft-llama-3-8b-2-rows", "Llama-3-8B", 2, 8192, default=False, **SELECTIVE),
-    Case("kd-llama-3-8b-70b", "Llama-3-8B", 1, 4096, checkpointing=True, **TEACHER, **COMMON),
+    Case("sft-llama-3-8b", "Llama-3-8B", 1, 8192, selective=True, **LLAMA),
+    Case("sft-llama-3-8b-2-rows", "Llama-3-8B", 2, 8192, selective=True, default=False, **LLAMA),
+    Case("kd-llama-3-8b-70b", "Llama-3-8B", 1, 4096, teacher="Llama-3-70B", teacher_layers=24, **LLAMA),
     Case("sft-qwen3-1.7b", "Qwen3-1.7B", 2, 2048, **COMMON),
     Case("lora-qwen3-1.7b", "Qwen3-1.7B", 2, 2048, lora_dropout=0.0, **COMMON),
     Case("kd-qwen3-1.7b-8b", "Qwen3-1.7B", 2, 2048, teacher="Qwen3-8B", checkpointing=True, **COMMON),

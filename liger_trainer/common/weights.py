@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from ..compat.deepspeed import is_partitioned, shape_of
 from ..errors import ConfigError, CorruptError
-from .zero3 import is_partitioned, shape_of
 
 SHOWN = 5  # names of each kind in a message
 # causal masks: GPT-2, GPT-Neo and GPT-J once saved them beside their weights

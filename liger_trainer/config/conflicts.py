@@ -20,9 +20,9 @@ from ..teachers.config import (
     is_its_own_teacher,
     teacher_problems,
 )
-from ..trainers.best_metric import FOLLOW_EVALUATIONS, greater_is_better, is_neither, no_direction
 from ..trainers.options import (
     ELSEWHERE,
+    FOLLOW_EVALUATIONS,
     QAT,
     ImagesConfig,
     NonFiniteConfig,
@@ -30,6 +30,9 @@ from ..trainers.options import (
     RowsConfig,
     SamplingConfig,
     StepConfig,
+    greater_is_better,
+    is_neither,
+    no_direction,
     without_effect,
 )
 from .run_options import RunOptions

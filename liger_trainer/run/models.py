@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..losses.plan import plan_of
 from ..teachers.config import OF_ONE_TEACHER, entries_of
 from ..teachers.vocabulary import Vocabulary, compare_tokenizers, teacher_tokenizer, tokenizer_of
-from ..trainers.chat_checks import check_chats
+from ..trainers.chat_template import check_chats
 from .data.datasets import RunData
 from .data.demo import resolve_model
 from .drop_layers import drop_layers

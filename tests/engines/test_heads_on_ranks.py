@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engines.heads_on_ranks import ENGINES, OBJECTIVES, STEPS, gradients_of, step, student_of
-from processes import run_on
+from processes import outcome_of
 from tiny import assert_same_gradients, texts, tiny_model
 from trainings import distill, sft
 
 from liger_trainer.errors import ConfigError
-from liger_trainer.extras.vocab_parallel.heads import ShardedHead, keep_sharded, kept_sharded, obstacle
+from liger_trainer.extras.vocab_parallel.heads import ShardedHead, kept_sharded, mark_sharded, why_gathered
 from liger_trainer.extras.vocab_parallel.trainer import shard_head, why_whole_head
 from liger_trainer.trainers.config import LigerConfig
 
@@ -21,10 +21,8 @@ assert set(ENGINES) == {engine for engine, _ in STEPS}
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    path = tmp_path_factory.mktemp("heads") / "results.pt"
-    run_on(2, "engines/heads_on_ranks.py", path)
-    return torch.load(path)
+def two_processes():
+    return outcome_of(2, "engines/heads_on_ranks.py")
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +76,14 @@ def test_auto_gathers_where_there_is_one_process():
 
 def test_a_mark_does_not_outlive_its_trainer():
     model = tiny_model()
-    keep_sharded(model)
+    mark_sharded(model)
     trainer_with("never", model)
     assert not kept_sharded(model)
 
 
 def test_tied_heads_are_gathered():
-    assert "tied" in (obstacle(tiny_model("llama_tied")) or "")
-    assert obstacle(tiny_model("llama")) is None
+    assert "tied" in (why_gathered(tiny_model("llama_tied")) or "")
+    assert why_gathered(tiny_model("llama")) is None
 
 
 @pytest.mark.parametrize(

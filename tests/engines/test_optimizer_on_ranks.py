@@ -2,23 +2,14 @@
 
 import pytest
 import torch
-from processes import run_on
+from processes import outcome_of
+
+TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 
-@pytest.mark.parametrize(
-    "gpus",
-    [
-        False,
-        pytest.param(
-            True,
-            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
-        ),
-    ],
-    ids=["CPUs", "GPUs"],
-)
-def test_steps_are_those_of_torch(tmp_path, gpus):
-    run_on(2, "engines/optimizer_ranks.py", tmp_path / "results.pt", gpus=gpus)
-    ours, torchs = torch.load(tmp_path / "results.pt").values()
+@pytest.mark.parametrize("gpus", [False, pytest.param(True, marks=TWO_GPUS)], ids=["CPUs", "GPUs"])
+def test_steps_are_those_of_torch(gpus):
+    ours, torchs = outcome_of(2, "engines/optimizer_ranks.py", gpus=gpus)
     assert ours["kind"] == "OneLaunchAdamW" and torchs["kind"] == "AdamW"
     assert ours["in"] == torchs["in"] == "DistributedDataParallel"
     assert ours["norms"] == pytest.approx(torchs["norms"], rel=1e-5)

@@ -4,30 +4,21 @@ import functools
 import importlib.util
 
 import pytest
-import torch
 from engines.sequence_ranks import OF_FOUR, REFUSED, STEPS, sequence_step
-from processes import run_on
+from processes import outcome_of
 from tiny import assert_same_gradients
 
 BY_DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed, which runs without a GPU: pip install it"
 )
-SCRIPT = "engines/sequence_ranks.py"
 
 of_one_process = functools.cache(sequence_step)
 
 
-@pytest.fixture(scope="module")
-def taken(tmp_path_factory):
+@functools.cache
+def taken(part, ranks=2):
     """What processes did of one part of the cases."""
-
-    @functools.cache
-    def of(part, ranks=2):
-        file = tmp_path_factory.mktemp("ranks") / "taken.pt"
-        run_on(ranks, SCRIPT, file, part)
-        return torch.load(file)
-
-    return of
+    return outcome_of(ranks, "engines/sequence_ranks.py", part)
 
 
 def assert_same(got, want, scale=1.0):
@@ -38,7 +29,7 @@ def assert_same(got, want, scale=1.0):
 
 @BY_DEEPSPEED
 @pytest.mark.parametrize("case", STEPS, ids=str)
-def test_slices_make_the_step_of_whole_rows(case, taken):
+def test_slices_make_the_step_of_whole_rows(case):
     """Loss, gradients, metrics and evaluation. transformers' own loss has the gradients of both ranks, added up, where
     ZeRO-3 does not average them."""
     got, want = taken("two")[case], of_one_process(*case[1:])
@@ -49,13 +40,13 @@ def test_slices_make_the_step_of_whole_rows(case, taken):
 @BY_DEEPSPEED
 @pytest.mark.slow  # four processes
 @pytest.mark.parametrize("case", OF_FOUR, ids=str)
-def test_two_pairs_of_ranks_share_the_rows_out(case, taken):
+def test_two_pairs_of_ranks_share_the_rows_out(case):
     assert_same(taken("four", 4)[case], of_one_process(*case[1:]))
 
 
 @BY_DEEPSPEED
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_slices_would_compute_otherwise_is_refused(name, taken):
+def test_what_slices_would_compute_otherwise_is_refused(name):
     words = REFUSED[name][2]
     assert words in taken("two")[name]
 
@@ -64,5 +55,5 @@ def test_what_slices_would_compute_otherwise_is_refused(name, taken):
     (("ce", "cp_size"), "cp_size > 1) is not supported"), (("kd", "cp_size"), "cp_size > 1) is not supported"),
     (("ce", "sp_size", "dp_shard_size"), "only DeepSpeed cuts rows into slices"),
 ])  # fmt: skip
-def test_other_engines_are_refused(case, words, taken):
+def test_other_engines_are_refused(case, words):
     assert words in taken("without")[case]

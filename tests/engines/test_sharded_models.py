@@ -3,27 +3,15 @@
 import functools
 
 import pytest
-import torch
 from engines.sharded_models import cases, is_quick
-from processes import run_on
+from processes import outcome_of
 
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    @functools.cache
-    def of(speed):
-        path = tmp_path_factory.mktemp("sharded") / "results.pt"
-        run_on(2, "engines/sharded_models.py", path, speed)
-        return torch.load(path)
-
-    return of
-
-
+results = functools.cache(lambda speed: outcome_of(2, "engines/sharded_models.py", speed))
 CASES = [pytest.param(case, marks=() if is_quick(case) else pytest.mark.slow) for case in cases()]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_of_a_sharded_model_are_those_of_one_model(results, case):
+def test_gradients_of_a_sharded_model_are_those_of_one_model(case):
     result = results("quick" if is_quick(case) else "slow")[case]
     ours = result["ours"]
     if case[0] == "no":

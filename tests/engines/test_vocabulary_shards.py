@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from engines.vocabulary_shards import cases
-from processes import run_on
+from processes import outcome_of
 
 from liger_trainer.kernels._linear_loss import Execution
 from liger_trainer.kernels._ranks import VocabParallel
@@ -13,10 +13,8 @@ from liger_trainer.kernels._vocab_parallel import chunk_rows
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def results(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("shards") / "results.pt"
-    run_on(request.param, "engines/vocabulary_shards.py", path)
-    return torch.load(path)
+def results(request):
+    return outcome_of(request.param, "engines/vocabulary_shards.py")
 
 
 @pytest.mark.parametrize("part", ["loss", "values", "gradients"])
@@ -49,26 +47,15 @@ def test_a_chunk_fits_the_workspace():
     assert rows * (64_000 * 2 + 4096 * 8) <= 512 * 2**20 < (rows + 256) * (64_000 * 2 + 4096 * 8)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tokens": "shared"}, "replicated, sharded"),
-        ({"tokens": "replicated", "average": True}, "average is for sharded tokens"),
-    ],
-)
-def test_impossible_descriptions_are_refused(change, message):
+@pytest.mark.parametrize("describe, message", [
+    (lambda: VocabParallel(None, 0, 8, tokens="shared"), "replicated, sharded"),
+    (lambda: VocabParallel(None, 0, 8, tokens="replicated", average=True), "average is for sharded tokens"),
+    (lambda: Ranks(None, 6, 8).check(torch.zeros(4, 2), False), "rows 6 to 10 of a head of 8 rows"),
+    (lambda: Ranks(None, 0, 8).check(torch.zeros(4, 2), True), "overwrite_hidden has no place"),
+])  # fmt: skip
+def test_impossible_descriptions_are_refused(describe, message):
     with pytest.raises(ValueError, match=message):
-        VocabParallel(None, 0, 8, **change)
-
-
-def test_a_shard_beyond_the_head_is_refused():
-    with pytest.raises(ValueError, match="rows 6 to 10 of a head of 8 rows"):
-        Ranks(None, 6, 8).check(torch.zeros(4, 2), False)
-
-
-def test_overwrite_hidden_is_refused():
-    with pytest.raises(ValueError, match="overwrite_hidden has no place"):
-        Ranks(None, 0, 8).check(torch.zeros(4, 2), True)
+        describe()
 
 
 def test_columns_of_a_shared_vocabulary():

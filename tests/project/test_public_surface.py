@@ -1,6 +1,7 @@
 """What a user can import, write into a file or type, as public_surface.yaml has it.
 
-A difference is a change that users notice. Where it is meant, give it a line in CHANGELOG.md and write the file again:
+A difference is a change that users notice. Names and signatures that are Liger-Kernel's too are those of its 0.8.5.
+Where a change is meant, give it a line in CHANGELOG.md and write the file again:
 
     python tests/project/test_public_surface.py
 """

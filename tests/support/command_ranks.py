@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from liger_trainer.cli import main
+from liger_trainer.cli.app import main
 from liger_trainer.run import recipe
 from liger_trainer.run import train_loop as stopping
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from tiny import WORDS, tiny_model, tiny_tokenizer
 
-from liger_trainer.cli import main
+from liger_trainer.cli.app import main
 
 _SETTINGS = {
     "model_name_or_path": "student", "dataset_name": "rows.jsonl", "output_dir": "out", "max_steps": 3,

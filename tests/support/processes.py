@@ -70,6 +70,21 @@ def run_on(count: int, script: str, *arguments: Any, timeout: float = 300, gpus:
         return printed
 
 
+def outcome_of(count: int, script: str, *arguments: Any, **how: Any) -> Any:
+    """Run a script that gets a file before its arguments, and return what it has put there by `finish`."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "results.pt")
+        run_on(count, script, file, *arguments, **how)
+        return torch.load(file)
+
+
+def finish(results: Any, file: str | Path) -> None:
+    """The end of a script: what the first process has found is kept."""
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, file)
+    torch.distributed.destroy_process_group()
+
+
 def _run_all(method: str, jobs: list[tuple], timeout: float) -> list[int | None]:
     """Return the exit code of each job."""
     context: Any = multiprocessing.get_context(method)

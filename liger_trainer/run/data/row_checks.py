@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ...errors import DataError
-from ...trainers.chat_rows import ALPACA, ALPACA_OPTIONAL, IMAGE, NO_ANSWERS, ROLES
+from ...trainers.chat_rows import ALPACA, ALPACA_OPTIONAL, IMAGE, NO_ANSWERS, ROLES, message_problem, no_answer, tidy
 from ...trainers.images import COLUMNS
-from ...trainers.messages import message_problem, no_answer, tidy
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, DataError
-from ...trainers.messages import JsonAsWritten, encoded
+from ...trainers.chat_rows import JsonAsWritten, encoded
 from .row_checks import BadRows, form_of, kind_of, learned_answers, row_problem
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ import itertools
 import sys
 
 import torch
-import torch.distributed as dist
 from datasets import Dataset
 from engines.fsdp2_on_cpu import fsdp2
 from peft import LoraConfig, get_peft_model
+from processes import finish
 from splits import ROWS, capture_gradients, saved
 from tiny import tiny_model, tiny_tokenizer, train_args
 from torch.distributed.fsdp import FSDPModule
@@ -155,9 +155,7 @@ def main(path):
         _vocab_parallel.ParallelLoss.walk = walk
     if importlib.util.find_spec("transformers.distributed.tensor_parallel"):
         results["tensor parallel"] = tensor_parallel(saved(student_of("ce")))
-    if dist.get_rank() == 0:
-        torch.save(results, path)
-    dist.destroy_process_group()
+    finish(results, path)
 
 
 if __name__ == "__main__":

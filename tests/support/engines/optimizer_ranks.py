@@ -6,6 +6,7 @@ python optimizer_ranks.py RESULTS
 import sys
 
 import torch
+from processes import finish
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerConfig, LigerTrainer
@@ -33,8 +34,7 @@ def main(path: str) -> None:
     ours = trained()
     adamw.OneLaunchStep.of = lambda self, optimizer: optimizer
     torchs = trained()
-    if torch.distributed.get_rank() == 0:
-        torch.save({"ours": ours, "torch": torchs}, path)
+    finish((ours, torchs), path)
 
 
 if __name__ == "__main__":

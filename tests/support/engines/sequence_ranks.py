@@ -11,6 +11,7 @@ from datasets import Dataset
 from engines.fsdp2_on_cpu import forget as forget_engine
 from engines.fsdp2_on_cpu import fsdp2
 from peft import PromptTuningConfig, get_peft_model
+from processes import finish
 from splits import NOT_COMPARED, OBJECTIVES, ROWS, capture_gradients, student_of
 from tiny import tiny_model, tiny_tokenizer, train_args
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -218,6 +219,4 @@ if __name__ == "__main__":
         taken = without_deepspeed()
     else:
         taken = by_deepspeed(*{"two": (STEPS, REFUSED), "four": (OF_FOUR, {})}[what])
-    if torch.distributed.get_rank() == 0:
-        torch.save(taken, file)
-    torch.distributed.destroy_process_group()
+    finish(taken, file)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from peft import LoraConfig, get_peft_model
+from processes import finish
 from tiny import tiny_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -148,9 +149,7 @@ def main(path, *speeds):
             total = torch.tensor(loss, device=device())
             dist.all_reduce(total)
             results[case][name] = {"loss": total.item() / size, "error": error(got, want)}
-    if rank == 0:
-        torch.save(results, path)
-    dist.destroy_process_group()
+    finish(results, path)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 import torch
 from engines.fsdp2_on_cpu import fsdp2
 from engines.projector_training import trained_projectors
+from processes import finish
 from splits import one_step
 from tiny import texts, tiny_model, tiny_tokenizer, train_args
 
@@ -80,9 +81,7 @@ def main(path, speed):
         for resume in (False, True):
             with fsdp2(state_dict_type="FULL_STATE_DICT"):
                 results["projectors"].append(trained_projectors(Path(path).parent / "out", nan_in=2, resume=resume))
-    if torch.distributed.get_rank() == 0:
-        torch.save(results, path)
-    torch.distributed.destroy_process_group()
+    finish(results, path)
 
 
 if __name__ == "__main__":

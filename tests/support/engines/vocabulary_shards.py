@@ -9,6 +9,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from processes import finish
 
 from liger_trainer.kernels import _divergence_shards
 from liger_trainer.kernels.divergence_kinds import KINDS
@@ -262,9 +263,7 @@ def main(path):
     problem = Problem(size, rank, "sharded", torch.float64, seed=99)
     results["own means"] = largest(own_means(problem))
     results["checks"] = largest({"upstream": not unequal_upstream(problem), "label": not wrong_label(problem)})
-    if rank == 0:
-        torch.save(results, path)
-    dist.destroy_process_group()
+    finish(results, path)
 
 
 if __name__ == "__main__":
