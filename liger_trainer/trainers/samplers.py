@@ -10,13 +10,13 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trl.trainer.utils import pad
 
-from ..common.zero3 import whole_for_many_passes
+from ..compat.deepspeed import whole_for_many_passes
 from ..errors import ConfigError
 from ..losses.model_parts import device_of
 from ..patching.patcher import base_of
 from ..teachers.vocabulary import end_tokens
 from .config import LigerDistillConfig
-from .token_ids import Writable
+from .rows import Writable
 
 Tokens = list[int]
 

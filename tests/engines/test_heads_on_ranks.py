@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
 from liger_trainer.errors import ConfigError
-from liger_trainer.extras.vocab_parallel.heads import ShardedHead, keep_sharded, kept_sharded, obstacle
+from liger_trainer.extras.vocab_parallel.heads import ShardedHead, kept_sharded, mark_sharded, why_gathered
 from liger_trainer.extras.vocab_parallel.trainer import shard_head, why_whole_head
 from liger_trainer.kernels import _vocab_parallel
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
@@ -226,14 +226,14 @@ def test_auto_gathers_where_there_is_one_process():
 
 def test_a_mark_does_not_outlive_its_trainer():
     model = tiny_model()
-    keep_sharded(model)
+    mark_sharded(model)
     trainer_with("never", model)
     assert not kept_sharded(model)
 
 
 def test_tied_heads_are_gathered():
-    assert "tied" in (obstacle(tiny_model("llama_tied")) or "")
-    assert obstacle(tiny_model("llama")) is None
+    assert "tied" in (why_gathered(tiny_model("llama_tied")) or "")
+    assert why_gathered(tiny_model("llama")) is None
 
 
 @pytest.mark.parametrize(

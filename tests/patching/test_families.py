@@ -189,7 +189,7 @@ def test_relu_squared_is_relu2():
 def test_cross_entropy_computes_the_loss_from_stored_logits(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "liger_trainer.losses.cross_entropy.cross_entropy",
+        "liger_trainer.losses.answers.cross_entropy",
         lambda logits, *args, **options: seen.append(logits.dtype) or cross_entropy(logits, *args, **options),
     )
     model = tiny_model("gemma2")

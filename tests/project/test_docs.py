@@ -27,10 +27,10 @@ from transformers import AutoModelForCausalLM
 
 from liger_trainer.cli import app as cli
 from liger_trainer.cli.convert import ForeignTool
-from liger_trainer.config.catalogue import built_in_configs
 from liger_trainer.config.run_config import load_run_config
+from liger_trainer.config.schema import built_in_configs
 from liger_trainer.config.yaml_reader import read_settings
-from liger_trainer.extras.convert import convert
+from liger_trainer.extras.convert.__init__ import convert
 from liger_trainer.run import launch as launching
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import open_model
@@ -206,7 +206,7 @@ PARSED = {
     "liger-trainer doctor --all": "minutes; tests/tools/test_doctor.py holds docs/models.md to it",
     "liger-trainer doctor --all --markdown": "minutes; tests/tools/test_doctor.py holds docs/models.md to it",
     "liger-trainer run smollm2/distill_layerdrop '~keep_every_nth_layer' qat=int4 learning_rate=5e-5": (
-        "needs torchao; tests/trainers/test_qat.py trains by it where it is installed"
+        "needs torchao; tests/extras/test_qat.py trains by it where it is installed"
     ),
     "liger-trainer run my.yaml recipe=sft model_name_or_path=TEACHER output_dir=corrected max_steps=200": (
         "TEACHER stands for the name of a model"
