@@ -16,25 +16,22 @@ from . import (
     configs,
     convert,
     doctor,
-    env,
     estimate,
     evaluate,
     generate,
     init_student,
     merge,
-    new,
-    preview,
     report,
     run,
-    selfcheck,
 )
-from ._completion import SettingsCommand
-from ._shared import OVERRIDES
+from . import check as preview
+from . import configs as new
+from . import doctor as env
+from . import doctor as selfcheck
+from ._shared import OVERRIDES, SettingsCommand
 
 app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 
 

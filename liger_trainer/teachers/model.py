@@ -14,14 +14,13 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, TrainingArguments
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import create_model_from_path
 
-from ..common.adapters import load_merged
 from ..common.console import announce
+from ..common.weights import load_merged
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.model_parts import Head, device_of, embedding_rows, output_module, placeholder_ids, reads_images
 from ..losses.spec import Logits
-from ..patching.packing.document_leaks import read_packed_rows
-from ..patching.packing.ulysses import SlicedRows, obstacle_to_slices
+from ..patching.packing.packed_rows import SlicedRows, patch_packed_attention, why_not_sliced
 from ..patching.patcher import base_of
 from ..plugins import KEEPS_ROWS, load
 from .base import DistillHost, Teacher, check_apart, patch_layers, teacher_logits, without_labels
@@ -275,11 +274,11 @@ class ModelTeacher(Teacher):
             check_alike(self._fingerprints, self._name)
         if self._args.teacher_offload:
             announce(f"{self._name}: its layers are not patched: their weights are streamed.")
-            read_packed_rows(base_of(teacher), None, trainer.packed_rows)
+            patch_packed_attention(base_of(teacher), None, trainer.packed_rows)
         else:
             self.patched = patch_layers(teacher, trainer.patched.options, self._name, trainer.packed_rows)
         if trainer.shards_sequences():
-            reason = obstacle_to_slices(base_of(teacher))
+            reason = why_not_sliced(base_of(teacher))
             if reason is not None:
                 raise ConfigError(f"Sequence parallelism (sp_size > 1), {self._name}: {reason}.")
             self._sliced = SlicedRows(base_of(teacher))

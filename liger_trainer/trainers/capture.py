@@ -33,7 +33,7 @@ from ..common.files import sha256, write_atomically, writing_to
 from ..errors import ConfigError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
 from ..patching.options import PatchOptions
-from ..patching.packing.document_leaks import PackedRows
+from ..patching.packing.packed_rows import PackedRows
 from ..patching.patcher import patched_record
 from ..teachers.base import patch_layers
 from ..teachers.cache.reader import HiddenReader, Reader, TeacherReader

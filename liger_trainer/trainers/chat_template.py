@@ -13,7 +13,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from trl.chat_template_utils import get_training_chat_template
 from trl.data_utils import get_dataset_column_names, is_conversational
 
-from ..common.limits import LimitExceeded, limited
+from ..common.signals import LimitExceeded, limited
 from ..errors import ConfigError, DataError
 from .chat_rows import (
     BASIC_ROLES,

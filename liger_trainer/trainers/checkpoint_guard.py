@@ -43,8 +43,7 @@ from ..common.checkpoints import (
     weights_alone,
 )
 from ..common.console import on_first_rank
-from ..common.files import CONFIG, STATE, write_atomically
-from ..common.folder_lock import folder_lock
+from ..common.files import CONFIG, STATE, folder_lock, write_atomically
 from ..common.replacements import replaced
 from ..common.weights import load_whole
 from ..errors import ConfigError

@@ -9,13 +9,13 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig
 
 from ..common.options import OptionValues, check_options, option
-from ..common.weights import ALLOW_MISSING_WEIGHTS
 from ..errors import ConfigError
 from ..losses.plan import LossConfig, LossPlan, plan_of, without_effect
 from ..losses.spec import Distillation, distillation_of
 from ..teachers.config import SAMPLES, TeacherConfig
 from .chat_rows import split_last
 from .options import (
+    ALLOW_MISSING_WEIGHTS,
     ELSEWHERE,
     ImagesConfig,
     NonFiniteConfig,

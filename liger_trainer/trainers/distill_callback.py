@@ -21,8 +21,8 @@ from ..losses.hidden_states import HiddenLosses
 from ..losses.model_parts import head_rows
 from ..losses.plan import SKEW_ALPHA, plan_of, without_effect
 from ..losses.spec import Logits, LossOptions, TokenLossOutput, distillation_of
-from ..patching.packing.document_leaks import PackedRows
 from ..patching.packing.packed_attention import KIND
+from ..patching.packing.packed_rows import PackedRows
 from ..patching.patcher import Patched, PatchOptions, base_of, patched_record
 from ..teachers.base import check_apart, patch_layers, teacher_logits
 from ..teachers.fingerprints import describe_frozen_model

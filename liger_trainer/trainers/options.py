@@ -9,6 +9,9 @@ from typing import Any
 from ..common.options import HTTP, Fact, OptionValues, equals, on, option
 from ..teachers.config import SAMPLES
 
+ALLOW_MISSING_WEIGHTS = (
+    "Load models from files that lack weights, or have others: those missing or of another shape are drawn at random."
+)
 ALPACA_PROMPTS = ("instruction", "stanford", "stanford_text")
 
 

@@ -22,8 +22,8 @@ from ..common.console import announce
 from ..errors import ConfigError
 from ..losses.model_parts import output_module
 from ..losses.spec import IGNORE_INDEX, LossOptions, TokenLossOutput, TokenWeights
-from ..patching.packing.document_leaks import PackedRows, read_packed_rows
-from ..patching.packing.document_mask import documents_come_along, padded_on_the_right
+from ..patching.packing.documents import documents_come_along, padded_on_the_right
+from ..patching.packing.packed_rows import PackedRows, patch_packed_attention
 from ..patching.patcher import base_of, patched_record
 from ..plugins import QUANTISED, TrainerPlugin, of_trainer
 from .checkpoint_guard import CheckpointGuard, ResumeCheck, public_files, public_report
@@ -157,7 +157,7 @@ class LigerTrainer(SFTTrainer):
         self.packed_rows = self._packed_rows(getattr(config, "attention", AUTO))
         if self.packed_rows is not None and self.packed_rows.certain:
             check_no_prefix(self.accelerator.unwrap_model(self.model))
-        read_packed_rows(base_of(self.model), self.patched, self.packed_rows)
+        patch_packed_attention(base_of(self.model), self.patched, self.packed_rows)
         slice_documents(self)  # around the collator, once attention knows documents
         self.add_callback(TokenCount(self))
         widen_notebook_table(self)

@@ -9,7 +9,7 @@ from commands import call, end_of
 import liger_trainer
 from liger_trainer.cli import app as cli
 from liger_trainer.cli import run
-from liger_trainer.config.catalogue import built_in_configs
+from liger_trainer.config.schema import built_in_configs
 from liger_trainer.errors import DataError, LigerTrainerError
 from liger_trainer.kernels.divergence_kinds import REMOVED as REMOVED_KINDS
 from liger_trainer.kernels.divergence_kinds import divergence_weights

@@ -26,11 +26,11 @@ from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.llama import modeling_llama
 from transformers.models.nanochat import modeling_nanochat
 
+from liger_trainer.compat.code_objects import rebound
 from liger_trainer.patching.layers import attention as patching
 from liger_trainer.patching.layers import deferred_norm, rotary
 from liger_trainer.patching.layers.rotary import is_alone, prove_alone, replacement_alone
 from liger_trainer.patching.patcher import patch
-from liger_trainer.patching.rebind_globals import rebound
 
 ROPE, FUSED = "rope", "QK norm + rope"
 # name: (configuration class, its options beside SIZES; None: as families.py builds it), what attention should report,

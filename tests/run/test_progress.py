@@ -12,9 +12,9 @@ from commands import end_of, metrics, save_models, settings, texts, without_repo
 from transformers import AutoModelForCausalLM
 
 from liger_trainer.run import samples
-from liger_trainer.run.ending import next_commands
-from liger_trainer.run.progress import RunProgress
+from liger_trainer.run.recipe import next_commands
 from liger_trainer.run.reports.html import verdict
+from liger_trainer.run.train_loop import RunProgress
 
 STEPS = 6
 

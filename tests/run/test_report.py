@@ -20,12 +20,11 @@ from tiny import WORDS
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import liger_trainer
-from liger_trainer.run import output_dir as saving
-from liger_trainer.run import progress as callbacks
-from liger_trainer.run.progress import Pace, gpu_utilization
+from liger_trainer.run import recipe as saving
+from liger_trainer.run import train_loop as callbacks
 from liger_trainer.run.reports import drawing
 from liger_trainer.run.reports import html as html_report
-from liger_trainer.run.reports.curves import CHARTS, SERIES, charts_of, lines_of, points
+from liger_trainer.run.reports.drawing import CHARTS, SERIES, charts_of, different, lines_of, points
 from liger_trainer.run.reports.read_run import names, read_run
 from liger_trainer.run.reports.tables import (
     before_and_after,
@@ -40,6 +39,7 @@ from liger_trainer.run.reports.tables import (
     settings,
     side_by_side,
 )
+from liger_trainer.run.train_loop import Pace, gpu_utilization
 
 SECTIONS = ["metrics", "curves", "samples", "data", "configuration", "layers", "cost", "environment"]
 VOID = {"meta", "link", "br", "use", "img", "input"}
@@ -73,7 +73,7 @@ def report_of(folder: Path) -> tuple["Page", str]:
 @pytest.fixture
 def one_curve(monkeypatch):
     """Drawing takes most of the time of a report."""
-    monkeypatch.setattr(drawing, "charts_of", lambda runs: charts_of(runs)[:1])
+    monkeypatch.setattr(drawing, "different", lambda charts, runs: different(charts[:1], runs))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError
 from liger_trainer.run.reports import drawing
-from liger_trainer.run.reports.curves import charts_of
+from liger_trainer.run.reports.drawing import charts_of
 from liger_trainer.secrets import redact
 
 
