@@ -175,8 +175,7 @@ HTTP: Rule = {
     "pattern": r"^https?://([^\s/@]+@)?(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(:\d{1,5})?([/?#]\S*)?$",
     "patternErrorMessage": "an address such as http://localhost:8000/v1",
 }
-HTTP_SERVERS: Rule = {**HTTP, "items": {"type": "string", **HTTP}}
-"""one address, or a list of them"""
+HTTP_SERVERS: Rule = {**HTTP, "items": {"type": "string", **HTTP}}  # one address, or a list of them
 
 
 @dataclass(frozen=True)
@@ -253,7 +252,7 @@ def has_entry(key: str, entry: str) -> Fact:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Options that are fine alone and wrong, or without effect, together: reported at `key` when `when` holds.
+    """Options that are fine by themselves and wrong, or without effect, together: reported at `key` when `when` holds.
 
     Attributes:
         message: may contain {value}, the value of `key`.
@@ -338,7 +337,7 @@ def conflicts_of(cls: type) -> Iterator[Conflict]:
 
 
 def limits_of(item: dataclasses.Field) -> Rule:
-    """What a field's declaration says about its values, beside their type."""
+    """What a field's declaration says about its values, besides their type."""
     limits = {LIMIT_NAMES[name]: limit for name, limit in declared(item).get("limits", {}).items()}
     return {**limits, **declared(item).get("text", {})}
 

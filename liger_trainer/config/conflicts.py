@@ -35,8 +35,7 @@ from .yaml_reader import Finding, Setting
 
 
 LAUNCHED = "LIGER_TRAINER_LAUNCHED"  # id of the launching process, a colon, and the folder of its ranks
-DDP = {"ddp": "multi_gpu"}
-"""The name that users know, and TRL's."""
+DDP = {"ddp": "multi_gpu"}  # the name that users know, and TRL's
 
 
 def is_launched() -> bool:

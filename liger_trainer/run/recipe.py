@@ -143,7 +143,7 @@ def _train_and_save(
             save_student(trainer, config, run.output_dir)
     with clock("measure_after"):
         after = measure_now()
-        beside = teacher() if teacher else None
+        of_teacher = teacher() if teacher else None
     results = RunResults(
         recipe=config.recipe,
         config=config.source,
@@ -160,7 +160,7 @@ def _train_and_save(
         log_history=trainer.state.log_history,
         models={
             "student": model_facts(trainer.accelerator.unwrap_model(trainer.model), after.tokens_per_second),
-            **({"teacher": beside} if beside else {}),
+            **({"teacher": of_teacher} if of_teacher else {}),
         },
     )
     with writing_to(run.output_dir, again(run.output_dir)):
@@ -175,7 +175,7 @@ def _show_before(console: Console, rows: tuple[MetricRow, ...], before: dict[str
 
 
 def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> None:
-    """Save the trained weights and the tokenizer, so that transformers alone can load them.
+    """Save the trained weights and the tokenizer, so that transformers by itself can load them.
 
     A LoRA adapter is saved as an adapter, unless its base model was made by dropping layers: that base is nowhere on
     disk, so the adapter is merged into it first, and the merged model is what is evaluated from then on.

@@ -246,8 +246,7 @@ class StopEarly(TrainerCallback):
         self.ends = None if max_hours is None else began + 3600 * max_hours
         self.max_hours = max_hours
         self.received, self.received_at = 0, 0.0
-        self.reason = 0
-        """why all processes stop: the number of a signal, or OUT_OF_TIME; 0 while they train"""
+        self.reason = 0  # why all processes stop: the number of a signal, or OUT_OF_TIME; 0 while they train
         self.process, self.stepping = os.getpid(), False
         self._notes: _Notes | None = None
 
@@ -325,8 +324,8 @@ class _Notes:
 
 
 IN_TRAINING = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "grad_norm")
+# Metrics of a line. Terms of a loss follow the loss; accuracy is shown where there is no agreement.
 HELD_OUT = ("loss", "forward_kl", "reverse_kl", "agreement_at_1", "perplexity", "mean_token_accuracy")
-"""Metrics of a line. Terms of a loss follow the loss; accuracy is shown where there is no agreement."""
 SHORT = {"agreement_at_1": "agreement", "mean_token_accuracy": "accuracy"}
 TERM = "loss/"
 MEASURING_BEFORE, BETWEEN, AFTER = "measuring before", "evaluating", "measuring after"
@@ -413,7 +412,7 @@ def _figures(metrics: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
 def show_progress(trainer: Trainer) -> None:
     """Show the progress of a run in place of transformers' bars and dictionaries; in a notebook its table stays.
 
-    Call it after the callback that measures the student was added: the bar of training comes below that of measuring.
+    Call it after the callback that measures the student was added: its bar comes above the one of training.
     """
     shown = [type(callback) for callback in trainer.callback_handler.callbacks]
     for usual in (ProgressCallback, PrinterCallback):

@@ -1,7 +1,7 @@
 """Check the outputs and gradients of the ops and of a small patched model, on the user's own device.
 
 The truth is plain torch in fp64 on the same numbers. An op passes if the error of each output and gradient is at most
-twice that of plain torch in the op's dtype, plus a floor of a few roundings. Two errors are bounded: the distance to
+twice plain torch's in the op's dtype, plus a floor of a few roundings. Two errors are bounded: the distance to
 the truth, and its part along the truth, where roundings cancel and a wrong factor does not. Each comparison is repeated
 with an error of 1 % planted in the op's result, to show that it would be seen.
 """

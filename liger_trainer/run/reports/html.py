@@ -44,11 +44,10 @@ from .tables import (
     training_facts,
 )
 
-# What a run achieved, in sentences: how the held-out rows changed, and what the student is beside its teacher.
+# What a run achieved, in sentences: how the held-out rows changed, and how the student compares with its teacher.
 
 
-HARDLY = 0.005
-"""A relative change below this is called none: a rerun with another seed moves as much."""
+HARDLY = 0.005  # a relative change below this is called none: a rerun with another seed moves as much
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class Section:
 
 
 def write_report(runs: Sequence[RunRecord], output: Path) -> Path:
-    """Write the report and, beside it, the curves: to `plots/`, or to `NAME_plots/` for a report called NAME.html.
+    """Write the report and, next to it, the curves: to `plots/`, or to `NAME_plots/` for a report called NAME.html.
 
     Raises:
         ConfigError: the report is to lie in a run's folder, in which a link leads elsewhere.

@@ -140,11 +140,11 @@ class Estimate:
         tokens_per_step: of one optimizer step over all processes: the mean if rows are known, else the maximum.
         total_tokens, steps: of the run; None if the number of rows is not known.
         cache_mib: size of a teacher cache of the training rows for `teacher: cache`, if all tokens were supervised.
-        graphs_mib: what CUDA graphs keep beside the peak where they are recorded, which `cuda_graphs: auto` does where
+        graphs_mib: what CUDA graphs keep besides the peak where they are recorded, which `cuda_graphs: auto` does where
             that memory is free; None without graphs. With `cuda_graphs: always` the peak has it.
         capture_mib: what capturing it takes on a GPU, if the teacher is named. It is no part of the run's peak.
         fits: None without a GPU to compare with.
-        changes: settings that take less, each alone; if none is enough, the last combines several.
+        changes: settings that take less, each by itself; if none is enough, the last combines several.
     """
 
     source: str
@@ -268,9 +268,9 @@ def _tokens(config: "RunConfig", spec: StepSpec, lengths: RowLengths | str, shar
 
 
 def _changes(config: "RunConfig", lengths: RowLengths | str, gpu: Gpu, peak_mib: float) -> tuple[Change, ...]:
-    """Try each change alone; if none is enough, add one after another until the run fits.
+    """Try each change by itself; if none is enough, add one after another until the run fits.
 
-    A change that takes more alone may help after others: smaller batches, if few gradients are left to keep.
+    A change that takes more by itself may help after others: smaller batches, if few gradients are left to keep.
     """
     tried = [c for c in (_changed(config, change, lengths, gpu) for change in _candidates(config)) if c is not None]
     less = tuple(change for change in tried if change.peak_mib < peak_mib)

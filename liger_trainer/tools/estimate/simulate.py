@@ -66,7 +66,7 @@ class StepSpec:
         teacher_records: the format of a teacher cache, which makes the records of a batch.
         teaches_itself: the teacher is the student without its adapters.
         remake_every: in every n-th decoder layer the MLP makes gate and up again; 0: in none.
-        quantises: linear layers hold quantised numbers, and their weights lie beside them.
+        quantises: linear layers hold quantised numbers, and their weights are kept too.
         cuda_graphs: `auto`, `always` or `never`.
     """
 
@@ -102,8 +102,8 @@ class StepMemory:
     """Peaks by phase, numbers of parameters, and bytes of the trained weights, and of the largest layer and the output
     head in the format that they compute in; `tied`: the head is the embedding.
 
-    graphs_bytes: what CUDA graphs of the decoder layers keep beside the highest peak, since their memory is apart; None
-        without graphs. Where they are recorded always, the peaks have it too.
+    graphs_bytes: what CUDA graphs of the decoder layers keep besides the highest peak, since their memory is separate;
+        None without graphs. Where they are recorded always, the peaks have it too.
     """
 
     peaks: dict[str, Peak]
@@ -160,7 +160,7 @@ def simulate(spec: StepSpec) -> StepMemory:
 
 
 def simulate_reading(spec: StepSpec) -> Peak:
-    """Return the highest point of a forward of the teacher alone over a batch, without logits: what a capture does."""
+    """Return the highest point of a forward of only the teacher over a batch, without logits: what a capture does."""
     fake, tracker = FakeTensorMode(), MemoryTracker()
     _register_attention()
     with warnings.catch_warnings(), as_bitsandbytes():
@@ -190,7 +190,7 @@ def _autocast(dtype: torch.dtype | None) -> Any:
 class _TrainerSteps:
     """The highest moments of a Trainer's steps, each once.
 
-    A micro-batch peaks as the last of its step, beside the gradients of those before it. The optimizer peaks in the
+    A micro-batch peaks as the last of its step, with the gradients of those before it. The optimizer peaks in the
     second step, when its state exists. What lies in memory during a whole micro-batch raises its peaks and does not
     move them, so it is added at the end.
     """
@@ -246,7 +246,8 @@ class _TrainerSteps:
             peak.add("optimizer state", tracker.live["optimizer state"])
 
     def graphs_bytes(self) -> int | None:
-        """See `StepMemory`. Pools keep their memory through the whole step, and what is outside of them peaks alone."""
+        """See `StepMemory`."""
+        # Pools keep their memory through the whole step, and what is outside of them peaks separately.
         if not self.graphed:
             return None
         tracker, state = self.tracker, self.tracker.live["optimizer state"]
@@ -289,8 +290,8 @@ class _TrainerSteps:
         teacher = base_of(self.student) if spec.teaches_itself else self.teacher
         if teacher is None:
             return {}
-        alone = without_adapters(self.student) if spec.teaches_itself else contextlib.nullcontext()
-        with self.tracker.during("teacher", "teacher activations"), alone, _autocast(spec.autocast):
+        as_teacher = without_adapters(self.student) if spec.teaches_itself else contextlib.nullcontext()
+        with self.tracker.during("teacher", "teacher activations"), as_teacher, _autocast(spec.autocast):
             return {"teacher_logits": teacher_logits(teacher, teacher, **inputs, use_cache=False)}
 
 

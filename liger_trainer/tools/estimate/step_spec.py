@@ -455,7 +455,7 @@ class HiddenCache:
         return [torch.empty(self.vocab_size, self.record.width, dtype=self.record.torch_dtype)]
 
     def records(self, rows: int, length: int, resident: list[torch.Tensor]) -> RecordedAnswer:
-        """Return the hidden states of a batch beside the resident head, without data."""
+        """Return the hidden states of a batch, with the head resident, without data."""
         hidden = torch.empty(rows, length, self.record.width, dtype=self.record.torch_dtype)
         return RecordedAnswer(TeacherHead(*resident, bias=None).logits(hidden))
 
