@@ -144,13 +144,13 @@ def _comparison(name: str, got: Tensor, plain: Tensor, truth: Tensor, dtype: tor
         raise ValueError(f"{name} is {tuple(got.shape)}, expected {tuple(truth.shape)}.")
     (distance, along), limits = _errors(plain, truth), FLOOR[dtype]
     bounds = 2 * distance + limits, 2 * along + limits / 2
-    error, factor = _errors(got, truth)
-    planted = Comparison(name, *_interleaved(_errors(got.double() * (1 + PLANTED), truth), bounds), distance, False)
-    return Comparison(name, *_interleaved((error, factor), bounds), distance, not planted.passes)
 
+    def compared(x: Tensor, sees_one_percent: bool) -> Comparison:
+        error, factor = _errors(x, truth)
+        return Comparison(name, error, bounds[0], factor, bounds[1], distance, sees_one_percent)
 
-def _interleaved(errors: tuple[float, float], bounds: tuple[float, float]) -> tuple[float, float, float, float]:
-    return errors[0], bounds[0], errors[1], bounds[1]
+    planted = compared(got.double() * (1 + PLANTED), False)
+    return compared(got, not planted.passes)
 
 
 def _errors(x: Tensor, truth: Tensor) -> tuple[float, float]:

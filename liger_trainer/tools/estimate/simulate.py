@@ -218,7 +218,7 @@ class _TrainerSteps:
         self.graphed = [model for model in (student, teacher) if model is not None and _has_graphs(model, spec)]
         for model in self.graphed:
             _Pool("student" if model is student else "teacher", tracker).watch(layers_of(base_of(model)))
-        _decoder(student).register_forward_hook(lambda *_: tracker.enter("loss"))
+        base_of(student).get_decoder().register_forward_hook(lambda *_: tracker.enter("loss"))
         groups = [[p for p in self.trained if p.ndim > 1], [p for p in self.trained if p.ndim <= 1]]
         self.optimizer = spec.optimizer([{"params": group} for group in groups if group])
 
@@ -232,7 +232,11 @@ class _TrainerSteps:
             for parameter in self.trained:
                 parameter.grad = torch.empty_like(parameter)
                 tracker.add([parameter.grad], "gradients")
-        self._micro_batch()
+        with tracker.during("forward", "activations"):
+            loss = self._loss()
+            with tracker.during("backward", "in the backward"):
+                loss.backward()
+                tracker.pool = None
         unused = -self._drop_unused_gradients()
         phases = [*tracker.peaks.values()]
         for _ in range(2):
@@ -262,14 +266,6 @@ class _TrainerSteps:
             if parameter not in self.used:
                 parameter.grad = None
         return before - self.tracker.live["gradients"]
-
-    def _micro_batch(self) -> None:
-        tracker = self.tracker
-        with tracker.during("forward", "activations"):
-            loss = self._loss()
-            with tracker.during("backward", "in the backward"):
-                loss.backward()
-                tracker.pool = None
 
     def _loss(self) -> Tensor:
         spec = self.spec
@@ -317,8 +313,11 @@ class _Pool:
         for layer in layers:
             layer.register_forward_pre_hook(self._enter)
             layer.register_forward_hook(self._leave)
-        layers[0].register_forward_pre_hook(self._first, with_kwargs=True)
-        layers[-1].register_forward_hook(self._last)
+        # The backward comes into the pool at the last layer's output, and leaves it when it is through all layers.
+        layers[0].register_forward_pre_hook(
+            lambda _, *inputs: self._when_its_gradient_comes(inputs, None), with_kwargs=True
+        )
+        layers[-1].register_forward_hook(lambda _, args, output: self._when_its_gradient_comes(output, self._name))
 
     def _enter(self, *_: Any) -> None:
         self._before.append(self._tracker.pool)
@@ -326,14 +325,6 @@ class _Pool:
 
     def _leave(self, *_: Any) -> None:
         self._tracker.pool = self._before.pop()
-
-    def _first(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Leave the pool when the backward is through all layers."""
-        self._when_its_gradient_comes((args, kwargs), None)
-
-    def _last(self, layer: nn.Module, args: tuple, output: Any) -> None:
-        """Come back to it when the backward arrives there."""
-        self._when_its_gradient_comes(output, self._name)
 
     def _when_its_gradient_comes(self, tensors: Any, pool: str | None) -> None:
         """Set the pool when the gradient of the hidden states does: they are the first of `tensors` that have one."""
@@ -396,10 +387,6 @@ def _built(spec: ModelSpec, by_lengths: bool) -> Any:
     if spec.bits is not None:
         quantize(model, spec.bits)
     return model
-
-
-def _decoder(student: Any) -> Any:
-    return base_of(student).get_decoder()
 
 
 def _numbers(model: Any) -> int:
