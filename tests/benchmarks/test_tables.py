@@ -27,7 +27,7 @@ def provider(name, build, kinds=(*loss_providers.ALL, *OPS)):
 
 
 def plant(monkeypatch, *providers):
-    """Have both suites measure these providers alone."""
+    """Have both suites measure only these providers."""
     for module in (loss_providers, op_providers):
         monkeypatch.setattr(module, "PROVIDERS", providers)
 

@@ -24,7 +24,7 @@ In Liger-Kernel, besides the tests below:
 - torch.compile(fullgraph=True) raises: kernels/test_compile.py
 - a frozen head's gradient is computed, and without gradients too: kernels/test_linear_divergence.py
 - a second backward gives half of the gradients: kernels/test_promises.py and the losses' own files
-- lm_head as a unit of its own fails under FSDP2: engines/test_sharded_models.py
+- lm_head as a separate unit fails under FSDP2: engines/test_sharded_models.py
 - the loss of bf16 logits is rounded to bf16, and without any label the accuracy is NaN: extras/test_losses.py
 - a label outside of the vocabulary is read beyond the logits: kernels/test_cross_entropy.py and test_linear_modes.py
 - an unknown family, and a flag without effect, pass in silence: patching/test_families.py
@@ -72,7 +72,7 @@ def test_the_auxiliary_loss_of_experts_is_there_with_shift_labels_alone():
 
 
 def test_a_head_that_fsdp2_has_not_gathered_is_refused():
-    """Its gradient would be that of one rank: the forward of the unit that holds the head is not running."""
+    """Its gradient would be one rank's: the forward of the unit that holds the head is not running."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh, model = init_device_mesh("cpu", (1,)), tiny_model()

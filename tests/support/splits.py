@@ -55,7 +55,7 @@ SPLITS = [
     ("ce", 1),
     ("kd", 1),
 ]  # in two processes, with accumulation
-# The others are slow, which two processes of FSDP2 take by default: see engines/trained_steps.py.
+# The others are slow, which two processes of FSDP2 take by default: see engines/test_trained_steps.py.
 QUICK = [
     *((objective, 2) for objective in ("ce", "kd", "mix", "hidden", "on_policy", "seq_kd", "self", "weighted")),
     ("kd", 1),

@@ -87,7 +87,7 @@ def recorded() -> Iterator[dict]:
 
 
 def forget_all() -> None:
-    """Let the next training arguments of this process choose engine and settings anew."""
+    """Let the next training arguments of this process choose engine and settings again."""
     forget()
     unset_hf_deepspeed_config()
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
