@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..common.options import did_you_mean
-from ..config.schema import Needs, built_in_configs, find_config, needs_of
+from ..config.schema import Hardware, built_in_configs, find_config, needs_of
 from ..errors import ConfigError
 from ._shared import AsJson, Config, Force, write_new
 
@@ -84,7 +84,7 @@ def _entry(name: str, text: str) -> dict[str, Any]:
     """Read an entry from the name, configs/<family>/<recipe>_<variant>.yaml, and the configuration's first lines."""
     family, _, variant = name.partition("/")
     first, second = (line.removeprefix("#").strip() for line in text.splitlines()[:2])
-    model, needs = _NAMED.search(text), needs_of(text) or Needs(0, 0)
+    model, needs = _NAMED.search(text), needs_of(text) or Hardware(0, 0)
     kind = re.match(r"[a-z]+_(on_policy|two_stage|[a-z]+)", variant)
     return {
         "name": name,

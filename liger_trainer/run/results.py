@@ -236,7 +236,7 @@ def _foreign_files(config: "RunConfig", output_dir: Path) -> list[str]:
     return [name for name in WRITTEN if (output_dir / name).is_file()]
 
 
-def again(output_dir: Path) -> str:
+def resume_hint(output_dir: Path) -> str:
     """Say how a run is gone on with, for an error that ends it."""
     return f"To go on from the newest checkpoint: {shlex.join(['liger-trainer', 'resume', str(output_dir)])}"
 

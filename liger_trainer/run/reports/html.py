@@ -12,7 +12,7 @@ from ... import __version__
 from ...common.files import refuse_links, write_atomically
 from ...secrets import redact
 from .drawing import SERIES, Drawing, axes_of, draw, points, reading
-from .read_run import RunRecord, Sample, names
+from .read_run import Completion, RunRecord, names
 from .tables import (
     DISTILL_ROWS,
     OTHER_TOKENS_ROWS,
@@ -315,7 +315,7 @@ def _samples(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[dict[
     """Yield each prompt with the texts of every run; a text that all runs share (teacher, before) appears once."""
     prompts = dict.fromkeys(sample.prompt for run in runs for sample in run.completions)
     for prompt in prompts:
-        samples: list[tuple[int, Sample]] = []
+        samples: list[tuple[int, Completion]] = []
         for index, run in enumerate(runs):
             samples += [(index, sample) for sample in run.completions if sample.prompt == prompt][:1]
         answers = []

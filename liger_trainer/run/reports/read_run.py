@@ -18,7 +18,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class Sample(_Record):
+class Completion(_Record):
     """A held-out prompt and its completions."""
 
     prompt: str
@@ -62,7 +62,7 @@ class RunRecord(_Record):
     log_history: list[dict[str, Any]] = []
     before: dict[str, float] = {}
     after: dict[str, float] = {}
-    completions: list[Sample] = []
+    completions: list[Completion] = []
     data: dict[str, Any] = {}
     rows: dict[str, dict[str, int]] = {}
     training: dict[str, Any] = {}
