@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..common.options import did_you_mean
-from ..config.schema import Needs, built_in_configs, find_config, needs_of
+from ..config.schema import Hardware, built_in_configs, find_config, needs_of
 from ..errors import ConfigError
 from ._shared import AsJson, Config, Force, write_new
 
@@ -84,7 +84,7 @@ def _entry(name: str, text: str) -> dict[str, Any]:
     """Read an entry from the name, configs/<family>/<recipe>_<variant>.yaml, and the configuration's first lines."""
     family, _, variant = name.partition("/")
     first, second = (line.removeprefix("#").strip() for line in text.splitlines()[:2])
-    model, needs = _NAMED.search(text), needs_of(text) or Needs(0, 0)
+    model, needs = _NAMED.search(text), needs_of(text) or Hardware(0, 0)
     kind = re.match(r"[a-z]+_(on_policy|two_stage|[a-z]+)", variant)
     return {
         "name": name,
@@ -150,8 +150,7 @@ class Method(StrEnum):
 
 
 METHODS = {Method.full: "all weights", Method.lora: "LoRA", Method.qlora: "LoRA on 4-bit weights"}
-LARGE_FULL, LARGE_LORA = 2.0, 7.0
-"""Billions of parameters from which on the learning rate is half of that below."""
+LARGE_FULL, LARGE_LORA = 2.0, 7.0  # billions of parameters from which on the learning rate is half of that below
 
 
 def new(
@@ -213,6 +212,8 @@ def _ask(flag: str, answer: str | None, question: str, default: str, choices: ty
 
 def configuration(file: Path, purpose: Purpose, model: str, teacher: str | None, method: Method, data: str) -> str:
     """Return the configuration as YAML, in the values of the built-in ones."""
+    from ..config.yaml_reader import inline
+
     distils, adapters = purpose is Purpose.distill, method is not Method.full
     what = f"Distil {teacher} into {model}" if distils else f"Fine-tune {model} on {data}"
     large = billions(model) >= (LARGE_LORA if adapters else LARGE_FULL)
@@ -223,12 +224,12 @@ def configuration(file: Path, purpose: Purpose, model: str, teacher: str | None,
         f"# liger-trainer run {file}",
         f"recipe: {purpose}",
         "",
-        f"model_name_or_path: {_yaml(model)}",
-        *([f"teacher_model_name_or_path: {_yaml(teacher or '')}"] if distils else []),
+        f"model_name_or_path: {inline(model)}",
+        *([f"teacher_model_name_or_path: {inline(teacher or '')}"] if distils else []),
         *(_ADAPTERS if adapters else ()),
         *(["load_in_4bit: true   # takes bitsandbytes"] if method is Method.qlora else []),
         "",
-        f"dataset_name: {_yaml(data)}",
+        f"dataset_name: {inline(data)}",
         "# assistant_only_loss: true   # of chats, learn the answers alone",
         f"max_length: {2048 if distils else 4096}",
         "packing: true   # rows are filled up to max_length, and documents do not see one another",
@@ -261,10 +262,3 @@ _ADAPTERS = (
     "lora_dropout: 0.0",
     "lora_target_modules: all-linear   # but the head",
 )
-
-
-def _yaml(value: str) -> str:
-    """Return a text as a YAML scalar, quoted where it would be read as something else."""
-    import yaml
-
-    return yaml.safe_dump(value, width=10**6, allow_unicode=True).removesuffix("\n").removesuffix("\n...")

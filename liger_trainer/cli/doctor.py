@@ -1,4 +1,4 @@
-"""`doctor`: what `patch` would swap in a model and what it would leave alone, and why."""
+"""`doctor`: what `patch` would swap in a model, what it would not, and why."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import typer
 
 from .. import __version__
 from ..errors import ConfigError
-from ._shared import AsJson
+from ._shared import AsJson, quieten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -192,9 +192,7 @@ def selfcheck(
     wrong = sorted(set(dtype or ()) - set(DTYPES))
     if wrong:
         raise ConfigError(f"--dtype: expected {', '.join(DTYPES)}, got {', '.join(wrong)}.")
-    from .run import _quieten
-
-    _quieten()
+    quieten()
     import torch
 
     from ..tools.selfcheck import default_dtypes, run_checks, runs_kernels

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ._shared import Config, Overrides, out_of_memory, show_notices
+from ._shared import Config, Overrides, checked, out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,12 +20,7 @@ TAKES_LESS = (
 
 def init_student(config: Config, overrides: Overrides = None) -> None:
     """Make a student of model_name_or_path: drop layers, narrow MLPs, compare with the original, save it."""
-    from ..config.run_config import load_run_config
-    from .run import _quieten
-
-    settings = load_run_config(config, overrides or [], exact=True)
-    show_notices(settings)
-    _quieten()
+    settings = checked(config, overrides)
     from ..extras.students.make import make_student
 
     with out_of_memory(TAKES_LESS):

@@ -240,7 +240,7 @@ def clear_staging(run_dir: Path) -> None:
 def rotate(newest: Path, limit: int | None, best: str | None) -> None:
     """Remove checkpoints until `limit` are left: never the newest nor the best, and none before the newest is verified.
 
-    Those of later steps go first: they are of a future that the run went back from, and none of its own.
+    Those of later steps go first: they are of a future that the run has gone back from.
 
     Raises:
         CorruptError: the newest is not on the disk as it was written; nothing is removed.

@@ -15,10 +15,10 @@ from multiprocess.process import parent_process
 from multiprocess.util import register_after_fork
 
 WATCH_EVERY = 1.0  # seconds
+# Ctrl-C, the signals by which schedulers end a job, and those by which Slurm announces that (`--signal=USR1@300`).
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
-"""Ctrl-C, the signals by which schedulers end a job, and those by which Slurm announces that (`--signal=USR1@300`)."""
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from ..compat.deepspeed import is_partitioned, shape_of
 from ..errors import ConfigError, CorruptError
 
 SHOWN = 5  # names of each kind in a message
-# causal masks: GPT-2, GPT-Neo and GPT-J once saved them beside their weights
+# causal masks: GPT-2, GPT-Neo and GPT-J once saved them with their weights
 MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
 
 
@@ -41,7 +41,7 @@ class DamagedWeightsError(ConfigError):
 def auto_class(config: Any) -> Any:
     """Return the class of transformers that loads a model that writes text: AutoModelForCausalLM, or that for images.
 
-    Some families have a causal LM of their text alone beside the model that reads images; the files say which it is.
+    Some families have a causal LM that reads only text, and a model that reads images; the files say which it is.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import (
@@ -70,7 +70,7 @@ def load_whole(
             `create_model_from_path`.
         allow_missing_weights: take the files as they are. Weights that are missing or of another shape are drawn at
             random, and unexpected tensors are left out.
-        **options: for `load`. `ignore_mismatched_sizes` allows other shapes alone.
+        **options: for `load`. `ignore_mismatched_sizes` allows only other shapes.
 
     Returns:
         The model; with `output_loading_info=True` the model and transformers' record of what was loaded.
@@ -132,7 +132,7 @@ def named(names: Iterable[str]) -> str:
 
 UNREADABLE = (SafetensorError, EOFError, UnpicklingError)
 # |merged - adapter's| / |adapter's| of the logits. In half precision each merged weight is rounded once; in 4 and 8
-# bits PEFT quantises the sum anew.
+# bits PEFT quantises the sum again.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 OF_QUANTISED = 0.4
 # what a file has of an embedding or a head, and which axis is the vocabulary
@@ -146,10 +146,8 @@ class Adapter:
 
     name: str
     base: str
-    revision: str | None
-    """of the base"""
-    kind: str
-    """PEFT's name of it, such as LORA"""
+    revision: str | None  # of the base
+    kind: str  # PEFT's name of it, such as LORA
 
     def __str__(self) -> str:
         merge = f"liger-trainer merge {self.name} MERGED"
@@ -159,7 +157,7 @@ class Adapter:
 
 
 def adapter_at(name: Any, revision: str | None = None) -> Adapter | None:
-    """Return the adapter that a directory or hub id holds without a model beside it; None where it holds none.
+    """Return the adapter that a directory or hub id holds, if there is no whole model in it; None where it holds none.
 
     Raises:
         ConfigError: its configuration does not name the base.
@@ -339,7 +337,7 @@ def logits_of(model: Any, ids: Tensor | None = None) -> Tensor:
 
 
 def _probe(base: Any) -> Tensor:
-    """Return two rows of token ids: some of all, the last of them, and those that are trained alone; no placeholder."""
+    """Return two rows of token ids: some of all, the last, and those that are trained one by one; no placeholder."""
     config = base.config.get_text_config(decoder=True)
     ids = set(torch.linspace(0, config.vocab_size - 1, 12).long().tolist())
     for module in base.modules():
@@ -368,7 +366,7 @@ def _tied(model: Any) -> bool:
 
 
 def _untie(base: Any) -> bool:
-    """Give the head a matrix of its own if adapters change it or the embedding; return whether that was done."""
+    """Give the head its own matrix if adapters change it or the embedding; return whether that was done."""
     if not _tied(base) or not any(isinstance(end, BaseTunerLayer | AuxiliaryTrainingWrapper) for end in _ends(base)):
         return False
     head = _inner(base.get_output_embeddings())

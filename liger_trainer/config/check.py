@@ -328,19 +328,19 @@ TRACKERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "trackio": (("trackio",),),
     "wandb": (("wandb",),),
 }
-ALONE = ("all", "none")  # every one that is installed, and no tracker
+NO_NAMES = ("all", "none")  # every one that is installed, and no tracker
 
 
 def tracker_names(report_to: str | Sequence[str] | None) -> list[str]:
-    """The names in a value of `report_to`; `all` and `none`, which transformers takes alone, are no names."""
+    """The names in a value of `report_to`; `all` and `none`, which stand for every one or no one, are no names."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or [])
-    return [] if len(names) == 1 and names[0] in ALONE else names
+    return [] if len(names) == 1 and names[0] in NO_NAMES else names
 
 
 def unknown_tracker(report_to: Any) -> str | None:
     """What is wrong with a value of `report_to`, in words: a name that is none of a tracker."""
     for name in tracker_names(report_to):
-        if name in ALONE:
+        if name in NO_NAMES:
             return f"{name!r} stands alone; beside other trackers it means nothing."
         if name not in TRACKERS:
             return f"expected {', '.join(TRACKERS)}, all or none, got {name!r}.{did_you_mean(name, TRACKERS)}"

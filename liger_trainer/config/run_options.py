@@ -11,7 +11,7 @@ RECIPES = ("sft", "distill")
 
 @dataclass
 class RunOptions:
-    """What a run does beside training."""
+    """What a run does besides training."""
 
     recipe: str = option(
         "sft", "sft or distill; when absent, distill if a teacher is named and sft otherwise.", choices=RECIPES

@@ -113,7 +113,7 @@ _NEEDS = re.compile(r"^# Needs (?:(\d+) GPUs?, about (\d+) GB(?: each)?|two CPU 
 
 
 @dataclass(frozen=True)
-class Needs:
+class Hardware:
     """What a configuration needs by its second line: `# Needs 2 GPUs, about 40 GB each; MIT`, or `two CPU cores, 4 GB`.
 
     Attributes:
@@ -125,10 +125,10 @@ class Needs:
     memory_gb: int
 
 
-def needs_of(text: str) -> Needs | None:
+def needs_of(text: str) -> Hardware | None:
     """Read what a configuration promises to need; None if it does not say it in that form."""
     line = _NEEDS.search(text)
-    return None if line is None else Needs(int(line[1] or 0), int(line[2] or line[3]))
+    return None if line is None else Hardware(int(line[1] or 0), int(line[2] or line[3]))
 
 
 def built_in_configs() -> dict[str, Any]:

@@ -80,7 +80,7 @@ def json_schema(descriptions: bool = False) -> dict[str, Any]:
     """The JSON Schema of a configuration, from the installed TRL and transformers.
 
     Args:
-        descriptions: with the help texts that TRL and transformers give their fields, beside ours.
+        descriptions: with the help texts that TRL and transformers give their fields, and ours.
     """
     properties = {}
     for section, fields in _fields().items():

@@ -18,8 +18,7 @@ from ..errors import ConfigError
 
 
 COMMAND_LINE = "command line"
-DROPPED = object()
-"""The value of a key that the command line takes out of the file: `~key`."""
+DROPPED = object()  # the value of a key that the command line takes out of the file: `~key`
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,8 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
 
+# A configuration has far fewer. What has more is an attack or a mistake, and would take hours or the memory.
 MAX_DEPTH, MAX_VALUES = 50, 10_000
-"""A configuration has far fewer. What has more is an attack or a mistake, and would take hours or the memory."""
 
 
 def parse_yaml(text: str) -> Any:
@@ -264,6 +263,12 @@ def parse_overrides(arguments: list[str]) -> ParsedSettings:
         value = True if not values else values[0] if len(values) == 1 else values
         parsed.values[key.replace("-", "_")] = Setting(value, COMMAND_LINE)
     return parsed
+
+
+def inline(value: Any) -> str:
+    """Return a value as YAML on one line; text is quoted where it would be read as something else."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def setting(key: str, value: object) -> str:

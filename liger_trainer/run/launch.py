@@ -152,14 +152,14 @@ def _as_asked(launcher: list[str], use_cpu: bool) -> list[str]:
 def launch(launcher: list[str], arguments: list[str], use_cpu: bool = False) -> NoReturn:
     """Run `accelerate launch LAUNCHER -m liger_trainer ARGUMENTS` and pass signals on to its processes, the ranks.
 
-    Signals go to the ranks alone: torchrun's agent would kill them 30 seconds after one, though they still save.
+    Signals go only to the ranks: torchrun's agent would kill them 30 seconds after one, though they still save.
 
     Args:
         use_cpu: the processes train on the CPU, though the machine may have GPUs.
 
     Raises:
         ConfigError: this process was started by a launcher itself, or there are fewer GPUs than processes.
-        SystemExit: always, with the exit code of the first rank that ended with an error, or that of the launcher.
+        SystemExit: always, with the exit code of the first rank that ended with an error, or the launcher's.
     """
     if is_launched():
         raise ConfigError(f"arguments after --: this process was started by a launcher already; got {launcher}.")

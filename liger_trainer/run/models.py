@@ -34,16 +34,12 @@ if TYPE_CHECKING:
 class ModelFiles:
     """A model with its configuration and tokenizer; no weights yet."""
 
-    key: str
-    """the configuration key that named it"""
-    path: str
-    """directory or hub id, with a demo name resolved"""
+    key: str  # the configuration key that named it
+    path: str  # directory or hub id, with a demo name resolved
     revision: str | None
     config: PreTrainedConfig
-    tokenizer: Any
-    """None for a teacher that was saved without one"""
-    processor: Any = None
-    """for rows with images (`with_processor`)"""
+    tokenizer: Any  # None for a teacher that was saved without one
+    processor: Any = None  # for rows with images (`with_processor`)
 
     @property
     def processing(self) -> Any:

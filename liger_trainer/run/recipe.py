@@ -30,12 +30,12 @@ from .reports.html import verdict
 from .reports.tables import MetricRow, shown_rows
 from .results import (
     RunResults,
-    again,
     check_output_dir,
     patch_facts,
     print_before,
     print_results,
     print_rows,
+    resume_hint,
     run_console,
 )
 from .samples import Measurement, ModelFacts, Prompt, compare, measure, model_facts
@@ -48,7 +48,7 @@ TrainerT = TypeVar("TrainerT", bound=LigerTrainer)
 
 
 @dataclass(frozen=True)
-class Preparation:
+class OpenedRun:
     """Everything that a run opens before it loads weights."""
 
     config: "RunConfig"
@@ -59,7 +59,7 @@ class Preparation:
     student: ModelFiles
 
 
-def prepare(config: "RunConfig") -> Preparation:
+def prepare(config: "RunConfig") -> OpenedRun:
     """Check the output directory, load the rows and open the student's files.
 
     Raises:
@@ -71,10 +71,10 @@ def prepare(config: "RunConfig") -> Preparation:
     check_checkpoint(config)
     student = open_model(config, "model_name_or_path")
     data = load_run_datasets(config, student.vocab_size)
-    return Preparation(config, run_console(), clock, output_dir, data, with_processor(config, student, data))
+    return OpenedRun(config, run_console(), clock, output_dir, data, with_processor(config, student, data))
 
 
-def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **teacher: Any) -> TrainerT:
+def load_trainer(run: OpenedRun, trainer_class: type[TrainerT], args: Any, **teacher: Any) -> TrainerT:
     """Load the weights and tokenize the rows.
 
     Args:
@@ -100,7 +100,7 @@ def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **t
 
 
 def train_and_save(
-    run: Preparation,
+    run: OpenedRun,
     trainer: LigerTrainer,
     prompts: list[Prompt],
     rows: tuple[MetricRow, ...],
@@ -128,7 +128,7 @@ def train_and_save(
 
 
 def _train_and_save(
-    run: Preparation,
+    run: OpenedRun,
     trainer: LigerTrainer,
     measure_now: Callable[[], Measurement],
     prompts: list[Prompt],
@@ -137,13 +137,13 @@ def _train_and_save(
     teacher: Callable[[], ModelFacts] | None,
 ) -> Path:
     config, clock = run.config, run.clock
-    with writing_to(run.output_dir, again(run.output_dir)):
+    with writing_to(run.output_dir, resume_hint(run.output_dir)):
         before, training = train(trainer, config, measure_now, clock, partial(_show_before, run.console, rows))
         with clock("save"):
             save_student(trainer, config, run.output_dir)
     with clock("measure_after"):
         after = measure_now()
-        beside = teacher() if teacher else None
+        of_teacher = teacher() if teacher else None
     results = RunResults(
         recipe=config.recipe,
         config=config.source,
@@ -160,10 +160,10 @@ def _train_and_save(
         log_history=trainer.state.log_history,
         models={
             "student": model_facts(trainer.accelerator.unwrap_model(trainer.model), after.tokens_per_second),
-            **({"teacher": beside} if beside else {}),
+            **({"teacher": of_teacher} if of_teacher else {}),
         },
     )
-    with writing_to(run.output_dir, again(run.output_dir)):
+    with writing_to(run.output_dir, resume_hint(run.output_dir)):
         finish(trainer, config, run.output_dir, results)
     print_results(run.console, results, shown_rows(rows, [results.before]), run.output_dir)
     print_ending(run.console, config, results, run.output_dir)
@@ -175,7 +175,7 @@ def _show_before(console: Console, rows: tuple[MetricRow, ...], before: dict[str
 
 
 def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> None:
-    """Save the trained weights and the tokenizer, so that transformers alone can load them.
+    """Save the trained weights and the tokenizer, so that transformers by itself can load them.
 
     A LoRA adapter is saved as an adapter, unless its base model was made by dropping layers: that base is nowhere on
     disk, so the adapter is merged into it first, and the merged model is what is evaluated from then on.

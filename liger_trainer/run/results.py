@@ -41,15 +41,14 @@ class TrainingFacts:
     processes: int
     trainable_parameters: int
     parameters: int
+    # the step that a run was resumed at; seconds and tokens_per_second count from there, tokens from the start
     resumed_at: int = 0
-    """the step that a run was resumed at; seconds and tokens_per_second count from there, tokens from the start"""
-    skipped_steps: int = 0
-    """steps that were left out for numbers that were not finite (`on_non_finite: skip_step`)"""
+    skipped_steps: int = 0  # steps that were left out for numbers that were not finite (`on_non_finite: skip_step`)
 
 
 @dataclass(frozen=True)
 class RunResults:
-    """What metrics.json holds, beside the versions. KLs, losses and entropies are in nats per token."""
+    """What metrics.json holds, besides the versions. KLs, losses and entropies are in nats per token."""
 
     recipe: str
     config: str
@@ -57,20 +56,17 @@ class RunResults:
     after: dict[str, float]
     completions: list[Completion]
     data: DataFacts
-    rows: dict[str, RowFacts]
-    """of each split, as the trainer prepared it"""
-    patched: dict[str, Any]
-    """`patch_facts`"""
+    rows: dict[str, RowFacts]  # of each split, as the trainer prepared it
+    patched: dict[str, Any]  # `patch_facts`
     training: TrainingFacts
-    seconds: dict[str, float]
-    """of each part of the run"""
+    seconds: dict[str, float]  # of each part of the run
     log_history: list[dict[str, Any]]
+    # the student and, where one other model teaches, the teacher
     models: dict[str, ModelFacts] = field(default_factory=dict)
-    """the student and, where one model of its own teaches, the teacher"""
 
 
 def patch_facts(graphs: Mapping[str, str], **models: Patched | None) -> dict[str, Any]:
-    """Return, for each model that is not None, what was swapped, what was left alone, and why.
+    """Return, for each model that is not None, what was swapped, what was not, and why.
 
     Args:
         graphs: by model, what was done about CUDA graphs.
@@ -240,7 +236,7 @@ def _foreign_files(config: "RunConfig", output_dir: Path) -> list[str]:
     return [name for name in WRITTEN if (output_dir / name).is_file()]
 
 
-def again(output_dir: Path) -> str:
+def resume_hint(output_dir: Path) -> str:
     """Say how a run is gone on with, for an error that ends it."""
     return f"To go on from the newest checkpoint: {shlex.join(['liger-trainer', 'resume', str(output_dir)])}"
 

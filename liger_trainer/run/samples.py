@@ -41,8 +41,8 @@ class Prompt:
     text: str
     input_ids: list[int]
     reference: str | None
+    # what a model reads besides the tokens: tensors of the prompt's images, (1, length) types of its tokens
     images: dict[str, Any] = field(default_factory=dict)
-    """what a model reads beside the tokens: tensors of the prompt's images, (1, length) types of its tokens"""
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,14 @@ class Measurement:
 
     metrics: dict[str, float]
     texts: list[str]
-    tokens_per_second: float | None = None
-    """of the completions"""
+    tokens_per_second: float | None = None  # of the completions
 
 
 @dataclass
 class Writing:
     """How fast a model writes. The first prompt does not count: kernels are compiled in it."""
 
-    completions: list[tuple[int, float]] = field(default_factory=list)
-    """tokens and seconds of each"""
+    completions: list[tuple[int, float]] = field(default_factory=list)  # tokens and seconds of each
 
     @property
     def tokens_per_second(self) -> float | None:

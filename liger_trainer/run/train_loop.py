@@ -50,7 +50,7 @@ class Clock:
         self.seconds[name] = round(time.perf_counter() - start, 2)
 
 
-class MeasureFirst(TrainerCallback):
+class MeasureBefore(TrainerCallback):
     """Measures the student before the first step, prepares the output directory, and has the result stored in each
     checkpoint.
 
@@ -125,8 +125,8 @@ def train(
         Interrupted: a signal came, or `max_hours` are over; the checkpoint to go on from is named.
         NonFiniteError: a number in training is NaN or infinite, and steps are not left out for it.
     """
-    stop, first = StopEarly(config["max_hours"], clock.began), MeasureFirst(trainer, config, measure, clock, show)
-    trainer.callback_handler.callbacks.insert(0, Pace())  # before the trackers, so that they get its values
+    stop, first = StopEarly(config["max_hours"], clock.began), MeasureBefore(trainer, config, measure, clock, show)
+    trainer.callback_handler.callbacks.insert(0, SpeedMetrics())  # before the trackers, so that they get its values
     trainer.add_callback(stop)
     trainer.add_callback(first)
     show_progress(trainer)
@@ -202,7 +202,7 @@ def check_checkpoint(config: "RunConfig") -> None:
         refuse_damaged(Path(wanted))
 
 
-def _facts(trainer: LigerTrainer, seconds: float, first: MeasureFirst) -> TrainingFacts:
+def _facts(trainer: LigerTrainer, seconds: float, first: MeasureBefore) -> TrainingFacts:
     gpu = trainer.args.device.type == "cuda"
     tokens = trainer.tokens_trained  # the last log may be of steps before, or of an evaluation
     assert isinstance(trainer.model, torch.nn.Module)
@@ -246,8 +246,7 @@ class StopEarly(TrainerCallback):
         self.ends = None if max_hours is None else began + 3600 * max_hours
         self.max_hours = max_hours
         self.received, self.received_at = 0, 0.0
-        self.reason = 0
-        """why all processes stop: the number of a signal, or OUT_OF_TIME; 0 while they train"""
+        self.reason = 0  # why all processes stop: the number of a signal, or OUT_OF_TIME; 0 while they train
         self.process, self.stepping = os.getpid(), False
         self._notes: _Notes | None = None
 
@@ -325,8 +324,8 @@ class _Notes:
 
 
 IN_TRAINING = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "grad_norm")
+# Metrics of a line. Terms of a loss follow the loss; accuracy is shown where there is no agreement.
 HELD_OUT = ("loss", "forward_kl", "reverse_kl", "agreement_at_1", "perplexity", "mean_token_accuracy")
-"""Metrics of a line. Terms of a loss follow the loss; accuracy is shown where there is no agreement."""
 SHORT = {"agreement_at_1": "agreement", "mean_token_accuracy": "accuracy"}
 TERM = "loss/"
 MEASURING_BEFORE, BETWEEN, AFTER = "measuring before", "evaluating", "measuring after"
@@ -413,7 +412,7 @@ def _figures(metrics: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
 def show_progress(trainer: Trainer) -> None:
     """Show the progress of a run in place of transformers' bars and dictionaries; in a notebook its table stays.
 
-    Call it after the callback that measures the student was added: the bar of training comes below that of measuring.
+    Call it after the callback that measures the student was added: its bar comes above the one of training.
     """
     shown = [type(callback) for callback in trainer.callback_handler.callbacks]
     for usual in (ProgressCallback, PrinterCallback):
@@ -425,7 +424,7 @@ def show_progress(trainer: Trainer) -> None:
 # Tokens per second, peak memory and the use of the GPU in every log of a run.
 
 
-class Pace(TrainerCallback):
+class SpeedMetrics(TrainerCallback):
     """Adds `tokens_per_second`, `peak_memory_mib` and, where it can be read, `gpu_utilization` to every training log.
 
     The clock runs during steps, not during evaluations and saves. Memory is the peak since training began.

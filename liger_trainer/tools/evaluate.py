@@ -155,7 +155,7 @@ def _for_evaluation(config: "RunConfig", folder: str) -> "RunConfig":
 
 
 def _saved_files(base: ModelFiles, weights: Path, trust: bool) -> ModelFiles:
-    """Read configuration and tokenizer from beside the weights, if they are there."""
+    """Read configuration and tokenizer from the folder of the weights, if they are there."""
     try:
         has_config = (weights / "config.json").is_file()
         model_config = AutoConfig.from_pretrained(weights, trust_remote_code=trust) if has_config else base.config

@@ -39,7 +39,7 @@ from liger_trainer.run.reports.tables import (
     settings,
     side_by_side,
 )
-from liger_trainer.run.train_loop import Pace, gpu_utilization
+from liger_trainer.run.train_loop import SpeedMetrics, gpu_utilization
 
 SECTIONS = ["metrics", "curves", "samples", "data", "configuration", "layers", "cost", "environment"]
 VOID = {"meta", "link", "br", "use", "img", "input"}
@@ -378,7 +378,7 @@ def test_the_pace_leaves_out_what_is_no_training(monkeypatch, tmp_path):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(callbacks.time, "perf_counter", lambda: clock.now)
     args, state, control = TrainingArguments(str(tmp_path), use_cpu=True), TrainerState(), TrainerControl()
-    pace, logs = Pace(), []
+    pace, logs = SpeedMetrics(), []
 
     def log(values):
         state.log_history.append(dict(values))
@@ -422,7 +422,7 @@ def test_the_use_of_the_gpu_is_logged_where_it_can_be_read(monkeypatch):
     assert gpu_utilization(on_gpu) is None
     monkeypatch.setattr(callbacks, "gpu_utilization", lambda args: 87.0)
     state, logs = SimpleNamespace(log_history=[{}]), {"loss": 1.0, "num_tokens": 8.0}
-    Pace().on_log(on_cpu, state, None, logs=logs)
+    SpeedMetrics().on_log(on_cpu, state, None, logs=logs)
     assert logs["gpu_utilization"] == state.log_history[-1]["gpu_utilization"] == 87.0
 
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 Axis = Literal["step", "tokens", "time"]
+# What a curve can be over: optimizer steps; tokens trained on; seconds of training, evaluations and saves left out.
 AXES: tuple[Axis, ...] = ("step", "tokens", "time")
-"""What a curve can be over: optimizer steps; tokens trained on; seconds of training, evaluations and saves left out."""
+# One for each run; of a single run, for training, evaluation and teacher.
 SERIES = ("#2563eb", "#d9480f", "#0a8f66", "#9333ea", "#b7791f", "#c2255c", "#0b7285", "#5c636a")
-"""One for each run; of a single run, for training, evaluation and teacher."""
 SMOOTHED_FROM = 120  # points of a training curve: from here on a running mean lies over them
 DECADES = 1.7  # from the lowest values (the 5 % quantile) to the highest: from here on a logarithmic axis
 LINE = 0.015  # width of a line, as a share of a chart's height: curves that are no further apart look the same
@@ -42,8 +42,8 @@ class Chart:
     metric: str
     title: str
     teacher: str | None = None
+    # log: logarithmic where values spread widely; linear: never; zero: likewise, from 0; percent: from 0 to 100
     axis: str = "log"
-    """log: logarithmic where values spread widely; linear: never; zero: likewise, from 0; percent: from 0 to 100"""
 
     @property
     def name(self) -> str:
@@ -81,8 +81,7 @@ class Line:
     """One line of a chart. `tokens` and `seconds` say how far the run was at each point; None if its logs do not."""
 
     label: str
-    kind: str
-    """train, eval or teacher"""
+    kind: str  # train, eval or teacher
     color: str
     steps: list[float]
     values: list[float]
@@ -204,7 +203,7 @@ def logarithmic(chart: Chart, lines: Sequence[Line]) -> bool:
 
 def different(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> list[tuple[Chart, list[Chart]]]:
     """Return the charts that look different, each with the others that look like it: a loss of one term is drawn once.
-    A term that is a metric too is left out beside it."""
+    A term that is a metric too is then left out."""
     groups: list[list[Chart]] = []
     for chart in charts:
         group = next((group for group in groups if _alike(group[0], chart, runs)), None)
@@ -411,7 +410,7 @@ def _running_mean(values: list[float], half: int) -> list[float]:
 
 
 def _svg(figure: "Figure", chart: Chart, axis: Axis, lines: Sequence[tuple[Line, list[float]]]) -> str:
-    """Write the figure as an element of the page, with the page's colours and font and ids of its own.
+    """Write the figure as an element of the page, with the page's colours and font, and ids that no other has.
 
     Args:
         lines: each with the places of its points.
@@ -439,15 +438,15 @@ def _svg(figure: "Figure", chart: Chart, axis: Axis, lines: Sequence[tuple[Line,
 # What a chart shows under the pointer, or under a finger: the values of the points nearest to it.
 #
 # Over the plot lie transparent strips, one for each place that has points; the one under the pointer shows its line,
-# its points and its values, by CSS alone.
+# its points and its values, by CSS without a script.
 
 
 HOVERED = 120  # places of a chart that show values, about
 FEWEST = 20  # points of a line that show theirs, where there are many lines
 NARROWEST = 0.5  # gap between places, in points of the page: nearer ones share a strip
 LEADING = 10.5  # from one line of text to the next
+# Place on the page from the left; line; index of the point in it; place from the top.
 Point = tuple[float, Line, int, float]
-"""Place on the page from the left; line; index of the point in it; place from the top."""
 
 
 def hover(figure: "Figure", lines: Sequence[tuple[Line, list[float]]]) -> str:

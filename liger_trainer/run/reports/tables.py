@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
+from ...config.yaml_reader import inline
 from .read_run import RunRecord, number
 
 # The held-out metrics of a run, by name and in words. Imports nothing.
@@ -20,8 +19,7 @@ class MetricRow:
     metric: str
     title: str
     digits: int = 3
-    better: str | None = None
-    """"lower", "higher" or None"""
+    better: str | None = None  # "lower", "higher" or None
 
 
 SFT_ROWS = (
@@ -37,11 +35,11 @@ DISTILL_ROWS = (
     MetricRow("student_perplexity", "student perplexity", 2, better="lower"),
     MetricRow("teacher_perplexity", "teacher perplexity", 2),
 )
+# Of a distillation from a teacher with another tokenizer, which has no KL
 OTHER_TOKENS_ROWS = (
     MetricRow("loss/alm", "ALM (nats/token)", better="lower"),
     MetricRow("loss/uld", "ULD", better="lower"),
 )
-"""Of a distillation from a teacher with another tokenizer, which has no KL"""
 OTHER_NAME = {"perplexity": "student_perplexity"}  # a distillation logs both names
 
 
@@ -125,10 +123,7 @@ def shown(value: Any) -> str:
         return "none"
     if isinstance(value, (list, tuple)) and all(isinstance(item, (str, int, float)) for item in value):
         return ", ".join(map(str, value))
-    if isinstance(value, str):
-        return value
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
+    return value if isinstance(value, str) else inline(value)
 
 
 def teacher_text(values: Mapping[str, Any], named: Callable[[str], str] = str) -> str | None:
@@ -156,9 +151,8 @@ MORE_ROWS = (
     MetricRow("ce_loss", "cross-entropy (nats/token)", better="lower"),
     MetricRow("teacher_entropy", "teacher's entropy (nats/token)"),
 )
-NEVER_EQUAL = {"output_dir", "run_name", "logging_dir"}
-"""Keys that differ between any two runs and change nothing."""
-_OWN_TO_A_RUN = {"loss", "kd_loss", "loss/alm", "loss/uld"}  # each distillation minimises a loss of its own
+NEVER_EQUAL = {"output_dir", "run_name", "logging_dir"}  # keys that differ between any two runs and change nothing
+_NOT_COMPARED = {"loss", "kd_loss", "loss/alm", "loss/uld"}  # each distillation minimises another loss
 _LOST = ("rows_dropped", "rows_truncated", "supervised_tokens_lost")
 
 
@@ -166,8 +160,7 @@ _LOST = ("rows_dropped", "rows_truncated", "supervised_tokens_lost")
 class Cell:
     text: str
     more: str = ""
-    tone: str = ""
-    """best, good, bad or lost; the page colours it"""
+    tone: str = ""  # best, good, bad or lost; the page colours it
 
 
 @dataclass(frozen=True)
@@ -240,7 +233,7 @@ def side_by_side(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
     rows, comparable = [], of_the_same_rows(runs)
     for row in rows_of(runs):
         values = [latest(run)[0].get(row.metric) for run in runs]
-        best = best_of(row, values) if comparable and not (distills(runs) and row.metric in _OWN_TO_A_RUN) else None
+        best = best_of(row, values) if comparable and not (distills(runs) and row.metric in _NOT_COMPARED) else None
         cells = []
         for run, value in zip(runs, values, strict=True):
             old = run.before.get(row.metric)
