@@ -7,11 +7,10 @@ import pytest
 import torch
 from commands import call, done, metrics, save_models, settings, without_report, write_rows
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-from tiny import VOCAB, completions, tiny_model, tiny_tokenizer, train_args
+from tiny import VOCAB, completions, tiny_model, tiny_tokenizer
+from trainings import sft
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
-from trl import SFTConfig
 
-from liger_trainer import LigerTrainer
 from liger_trainer.common import adapters
 from liger_trainer.common.adapters import check_alike, load_merged, logits_of
 from liger_trainer.errors import ConfigError
@@ -198,10 +197,7 @@ def test_an_adapter_as_student_is_to_be_merged_first(run, command):
 def test_an_adapter_as_student_in_python(tmp_path):
     saved(tmp_path, lora())
     with pytest.raises(ConfigError, match=r"is an adapter \(adapter_config.json\) of"):
-        LigerTrainer(
-            str(tmp_path / "adapter"), args=train_args(SFTConfig), train_dataset=completions(4),
-            processing_class=tiny_tokenizer(),
-        )  # fmt: skip
+        sft(str(tmp_path / "adapter"))
 
 
 def test_an_adapter_samples(run):
@@ -227,9 +223,6 @@ def test_adapters_of_a_student_without_layers_are_merged_as_they_were_trained(ru
 def test_modules_that_are_saved_as_one_train(module, family):
     """PEFT's head of theirs has swapped features."""
     config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[module], ensure_weight_tying=True)
-    trainer = LigerTrainer(
-        tiny_model(family), args=train_args(SFTConfig, max_steps=1), train_dataset=completions(8),
-        processing_class=tiny_tokenizer(), peft_config=config,
-    )  # fmt: skip
+    trainer = sft(tiny_model(family), max_steps=1, peft_config=config)
     assert head_rows(trainer.model) == VOCAB
     assert trainer.train().training_loss > 0

@@ -11,17 +11,11 @@ import transformers
 from commands import call, settings, without_report, write_rows
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny import completions, tiny_model, tiny_tokenizer, train_args
+from tiny import completions, tiny_model, tiny_tokenizer
+from trainings import distill, sft
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-from trl import SFTConfig
 
-from liger_trainer import (
-    AutoLigerKernelForCausalLM,
-    DistillationCallback,
-    LigerDistillConfig,
-    LigerDistillTrainer,
-    LigerTrainer,
-)
+from liger_trainer import AutoLigerKernelForCausalLM, DistillationCallback
 from liger_trainer.common.weights import load_whole
 from liger_trainer.errors import ConfigError
 
@@ -98,20 +92,14 @@ def test_unless_that_is_meant(name, cli, tmp_path):
     assert code == 0, err
 
 
-def test_a_run_whose_weights_are_gone_is_not_evaluated(cli, tmp_path):
-    assert cli("run", "sft.yaml")[0] == 0
-    assert cli("eval", "out")[0] == 0
-    change(tmp_path / "out", LAYER)
-    code, err = cli("eval", "out")
+def test_a_run_or_an_adapter_whose_weights_are_gone(cli, tmp_path):
+    assert cli("run", "sft.yaml", "output_dir=whole")[0] == 0 == cli("eval", "whole")[0]
+    change(tmp_path / "whole", LAYER)
+    code, err = cli("eval", "whole")
     assert code == 2 and f"missing: {LAYER}" in err
-
-
-def test_an_adapter_whose_weights_are_gone(cli, tmp_path):
-    lora = ("use_peft=true", "lora_target_modules=[q_proj,v_proj]")
-    assert cli("run", "sft.yaml", *lora)[0] == 0
+    assert cli("run", "sft.yaml", "use_peft=true", "lora_target_modules=[q_proj,v_proj]")[0] == 0
     assert cli("eval", "out")[0] == 0 and cli("merge", "out", "merged")[0] == 0
-    lost = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
-    change(tmp_path / "out", lost)
+    change(tmp_path / "out", "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight")
     for command in (("eval", "out"), ("merge", "out", "again")):
         code, err = cli(*command)
         assert code == 2 and "out has no weights for some layers of student" in err
@@ -124,25 +112,18 @@ def test_an_adapter_whose_weights_are_gone(cli, tmp_path):
 # In Python
 
 
-def _trainer(cls, student, config=SFTConfig, *, options=None, **kwargs):
-    args = train_args(config, max_steps=1, **(options or {}))
-    data = {"train_dataset": completions(4), "processing_class": tiny_tokenizer()}
-    return cls(str(student), args=args, **data, **kwargs)
-
-
 def _tuning(student, **options):
-    return _trainer(LigerTrainer, student, options=options)
+    return sft(str(student), completions(4), max_steps=1, **options)
 
 
 def _distillation(student, teacher, **options):
-    return _trainer(LigerDistillTrainer, student, LigerDistillConfig, options=options, teacher_model=str(teacher))
+    return distill(str(student), str(teacher), completions(4), max_steps=1, **options)
 
 
 def _called_back(teacher, **kwargs):
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2
     callback = DistillationCallback(str(teacher), teacher_model_init_kwargs=kwargs or None)
-    args = train_args(TrainingArguments, max_steps=1)
-    Trainer(tiny_model(), args, train_dataset=rows, callbacks=[callback], processing_class=tiny_tokenizer()).train()
+    sft(tiny_model(), rows, cls=Trainer, config=TrainingArguments, max_steps=1, callbacks=[callback]).train()
 
 
 def test_a_missing_tensor_of_a_model_that_python_names(tmp_path):
@@ -248,6 +229,4 @@ def test_an_expert_that_is_missing(tmp_path):
 def test_adapters_are_not_weights_that_the_base_lacks(tmp_path):
     """A PEFT model in memory comes from a whole base."""
     base = load(saved(tmp_path / "model"))
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    args = train_args(SFTConfig, max_steps=1)
-    LigerTrainer(model, args=args, train_dataset=completions(4), processing_class=tiny_tokenizer()).train()
+    sft(get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")), max_steps=1).train()

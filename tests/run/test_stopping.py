@@ -115,6 +115,9 @@ def test_max_hours_saves_a_checkpoint(folder, capsys, send):
     code, err = run(capsys, "max_hours=1e-9")
     assert code == 124 and "max_hours: 1e-09 is over. Stopped at step 1 of 100000; saved out/checkpoint-1." in err
     assert "To go on: liger-trainer resume out\n" in err
+    Path("out/checkpoint-9").mkdir()  # of later steps, before a run that goes back
+    code, _, err = call(capsys, "resume", "out", "--checkpoint", "checkpoint-1", "max_hours=1e-9")
+    assert code == 124 and "To go on: liger-trainer resume out --checkpoint checkpoint-2\n" in err
     code, _ = run(capsys, "max_hours=1e-9", "max_steps=1", "output_dir=ended")
     assert code == 0  # over in the last step: the run is finished
     send(signal.SIGINT)

@@ -14,7 +14,6 @@ from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, SIZES, VOCAB, tiny_model, tiny_tokenizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from liger_trainer.errors import ConfigError
 from liger_trainer.losses.spec import Distillation, LossOptions
 from liger_trainer.patching.patcher import base_of, patch
 from liger_trainer.tools.estimate import estimator as estimating
@@ -26,7 +25,7 @@ from liger_trainer.tools.estimate.stand_ins import MomentsOptimizer
 from liger_trainer.tools.estimate.step_spec import Sharding
 
 ADAMW = functools.partial(torch.optim.AdamW, fused=True)
-FOREACH = functools.partial(torch.optim.AdamW, foreach=True)
+
 WIDE: Any = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
     "num_attention_heads": 8, "head_dim": 32,
@@ -216,55 +215,6 @@ def test_a_teacher_takes_its_weights_and_its_last_hidden_states(itself):
     assert parts(memory, "loss")["teacher activations"] == pytest.approx(2 * 128 * 256 * size, rel=0.1)
 
 
-class _EveryMoment(memory_simulation._TrainerSteps):
-    """Two whole steps of a Trainer, instead of the moments of them that can be the highest."""
-
-    def run(self):
-        for _ in range(2):
-            for _ in range(min(self.spec.accumulation, 2)):
-                self._micro_batch()
-            with self.tracker.during("optimizer", "optimizer temporaries"):
-                torch.nn.utils.clip_grad_norm_(self.trained, self.spec.max_grad_norm, foreach=True)
-                self.optimizer.step()
-                self.tracker.add(memory_simulation._states(self.optimizer), "optimizer state")
-            self.student.zero_grad()
-
-
-def _with_an_unused_weight(build, spec, by_lengths):
-    model = build(spec, by_lengths)
-    model.unused = torch.nn.Linear(100, 100, bias=False)
-    return model
-
-
-@pytest.mark.parametrize(
-    "family, accumulation, options",
-    [
-        pytest.param("llama", 4, {"autocast": torch.bfloat16, "checkpointing": {}}, marks=pytest.mark.slow),
-        pytest.param("qwen3", 1, {"autocast": torch.bfloat16, "checkpointing": {}, "peft": LORA, "optimizer": FOREACH},
-                     marks=pytest.mark.slow),
-        ("gemma3", 4, {"loss": LossOptions(distillation=Distillation())}),  # with a teacher
-    ],
-)  # fmt: skip
-def test_one_micro_batch_finds_the_peaks_of_two_whole_steps(family, options, accumulation, monkeypatch):
-    model = ModelSpec(config_of(family), torch.float32)
-    teacher = model if "loss" in options else None
-    made = functools.partial(_with_an_unused_weight, memory_simulation._built)
-    monkeypatch.setattr(memory_simulation, "_built", made)
-    spec = step(student=model, teacher=teacher, accumulation=accumulation, **options)
-    batches = []
-    micro_batch = memory_simulation._TrainerSteps._micro_batch
-    monkeypatch.setattr(memory_simulation._TrainerSteps, "_micro_batch", lambda run: batches.append(micro_batch(run)))
-    found = simulate(spec)
-    assert len(batches) == 1
-    monkeypatch.setattr(memory_simulation, "_TrainerSteps", _EveryMoment)
-    every = simulate(spec)
-    assert found.peaks.keys() == every.peaks.keys()
-    for phase, peak in every.peaks.items():  # gradients that one operation makes may lie in one block
-        assert found.peaks[phase].bytes == pytest.approx(peak.bytes, abs=2 * BLOCK)
-        for part in peak.parts:
-            assert found.peaks[phase].parts[part] == pytest.approx(peak.parts[part], abs=2 * BLOCK)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"peft": LORA}, {"checkpointing": {"use_reentrant": False}}], ids=["full", "lora", "checkpointing"]
 )
@@ -376,10 +326,6 @@ def test_gpus_by_name_and_by_size():
     for name, full in (("h100", "H100 80GB"), ("A100 40 GB", "A100 40GB"), ("4090", "RTX 4090 24GB")):
         assert gpu_named(name).name == full
     assert gpu_named("24GB").mib == 24 * 1024
-    with pytest.raises(ConfigError, match="A100 80GB, A100 40GB: say which"):
-        gpu_named("a100")
-    with pytest.raises(ConfigError, match="Did you mean"):
-        gpu_named("H1000 80GB")
     assert all(gpu.usable_mib < gpu.mib for gpu in GPUS)
 
 
@@ -469,20 +415,3 @@ def test_a_cache_of_hidden_states_takes_its_head_and_two_bytes_a_value(project, 
     assert wide["parts_mib"]["teacher weights"] == pytest.approx(2 * head / 2**20)
     missing = "teacher_model_name_or_path: missing, and no cache tells the width"
     assert missing in estimated(capsys, *HIDDEN)[2]
-
-
-def test_what_cannot_be_estimated_is_said(project, capsys):
-    (project / "list.json").write_text("[]")
-    for arguments, message in (
-        (["optim=grokadamw"], "optim"),
-        (["torch_compile=true"], "torch_compile"),
-        (["--gpu", "Foo"], "no GPU is called"),
-        ([*DISTIL, "teacher_device=cpu"], "teacher_device"),
-        ([*DISTIL, "teacher_offload=true"], "teacher_offload"),
-        (["recipe=distill", "teachers=[{name: a, teacher_model_name_or_path: student}]"], "teachers"),
-        (["deepspeed=rows.jsonl"], "rows.jsonl cannot be read"),
-        (["deepspeed=list.json"], "list.json: expected keys with values, got a list"),
-        (["accelerate_config=list.json"], "list.json: expected keys with values, got a list"),
-    ):
-        code, _, err = estimated(capsys, *arguments)
-        assert code == 2 and message in err
