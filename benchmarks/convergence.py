@@ -28,7 +28,7 @@ import transformers
 from torch import Tensor
 
 from liger_trainer.patching.patcher import patch
-from liger_trainer.run.data.demo_model import demo_model_dir
+from liger_trainer.run.data.demo import demo_model_dir
 
 from .report import join_versions, provenance, slug, table, write
 

@@ -333,7 +333,7 @@ def environment_of(gpus: int, tiny: bool) -> dict[str, str]:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    from liger_trainer.config.engines import accelerate_names
+    from liger_trainer.config.conflicts import accelerate_names
 
     words = ["--config_file", str(accelerate_names()["fsdp2"]), "--num_processes", str(gpus), "unused.py"]
     arguments = _validate_launch_command(launch_command_parser().parse_args(words))[0]

@@ -20,11 +20,11 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 from transformers.utils import logging
 
-from liger_trainer.cli import main
+from liger_trainer.cli.app import main
 from liger_trainer.common.files import CONFIG, METRICS, sha256
 from liger_trainer.errors import LigerTrainerError
 from liger_trainer.recipes import distill, sft
-from liger_trainer.run import output_dir
+from liger_trainer.run import recipe
 
 RECIPES = (distill, sft)  # imported now, for every run
 STEPS, ROWS = 12, 40
@@ -96,7 +96,7 @@ class Bench:
         self.folder, self._undisturbed = folder, {}
         self.calls = mmap.mmap(-1, 8)  # shared with the runs: calls that make something durable
         torch.set_num_threads(1)
-        output_dir._report = lambda output_dir: None  # its figures take seven times as long as all the rest
+        recipe._report = lambda output_dir: None  # its figures take seven times as long as all the rest
         datasets.disable_progress_bars()
         logging.disable_progress_bar()
         for seed, name in enumerate(("student", "teacher")):

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 import liger_trainer
 from benchmarks.reliability.bench import KINDS, SETTINGS, STEPS, Bench, Run, hashes, outcome, remove, wait_for
 from liger_trainer import LigerDistillTrainer
-from liger_trainer.cli import main
+from liger_trainer.cli.app import main
 from liger_trainer.common.checkpoints import checkpoints_in, step_of
 from liger_trainer.common.files import CONFIG, METRICS, sha256
 

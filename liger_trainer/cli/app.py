@@ -16,20 +16,27 @@ from . import (
     configs,
     convert,
     doctor,
-    env,
     estimate,
     evaluate,
     generate,
     init_student,
     merge,
-    new,
-    preview,
     report,
     run,
-    selfcheck,
 )
-from ._completion import SettingsCommand
-from ._shared import OVERRIDES
+from . import (
+    check as preview,
+)
+from . import (
+    configs as new,
+)
+from . import (
+    doctor as env,
+)
+from . import (
+    doctor as selfcheck,
+)
+from ._shared import OVERRIDES, SettingsCommand
 
 app = typer.Typer(
     no_args_is_help=True,

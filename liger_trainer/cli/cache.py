@@ -11,8 +11,7 @@ from typer.core import TyperGroup
 
 from ..common.console import is_main_process
 from ..errors import ConfigError
-from ._completion import SettingsCommand
-from ._shared import OVERRIDES, AsJson, Config, Overrides, out_of_memory, show_notices
+from ._shared import OVERRIDES, AsJson, Config, Overrides, SettingsCommand, out_of_memory, show_notices
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig

@@ -84,7 +84,7 @@ def _evaluate(subject: "Subject") -> "Evaluation":
 
 
 def _circumstances() -> dict[str, object]:
-    from ..run.environment import device_facts, versions
+    from ..run.launch import device_facts, versions
 
     return {"versions": versions(), "device": device_facts()}
 

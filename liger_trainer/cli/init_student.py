@@ -37,7 +37,7 @@ def _print(config: "RunConfig", path: Path, record: "StudentRecord", student: "P
     from rich.console import Console
     from rich.table import Table
 
-    from ..run.metric_rows import DISTILL_ROWS
+    from ..run.reports.tables import DISTILL_ROWS
 
     console = Console()
     new = {old: index for index, old in enumerate(record.layers_kept)}
@@ -72,8 +72,8 @@ def _print(config: "RunConfig", path: Path, record: "StudentRecord", student: "P
 
 def _next_command(config: "RunConfig", path: Path) -> str:
     """Return the `run` command that trains the student, with the keys that made it removed."""
-    from ..config.catalogue import find_config
     from ..config.conflicts import STUDENT_KEYS
+    from ..config.schema import find_config
     from ..config.yaml_reader import read_settings, setting
     from ..extras.students.make import CHOICE
 

@@ -37,7 +37,7 @@ def resume(
     ] = False,
 ) -> None:
     """Continue an interrupted run from its newest whole checkpoint, with the settings it was started with."""
-    from ..run.checkpoints import resumption
+    from ..run.launch import resumption
 
     config, settings = resumption(run_dir, checkpoint, overrides or [], force)
     start(config, settings, ["run", config, *settings], context.obj or [])
@@ -61,7 +61,8 @@ def start(config: str, overrides: list[str], command: list[str], launcher: list[
 
 
 def _start(config: str, overrides: list[str], command: list[str], launcher: list[str]) -> None:
-    from ..config.engines import is_launched, not_installed
+    from ..config.check import not_installed
+    from ..config.conflicts import is_launched
     from ..config.run_config import load_run_config
     from ..run.launch import launch, launcher_arguments
 

@@ -1,17 +1,17 @@
 """Checks a configuration as a whole: names, types, what is missing, what does not go together. All findings at once."""
 
 import difflib
+import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ..common.options import OptionValues
-from ..common.value_rules import complaints, did_you_mean, read
+from ..common.options import OptionValues, complaints, did_you_mean, read
 from ..kernels.divergence_kinds import REMOVED as REMOVED_KINDS
 from ..losses.plan import FIELDS, plan_of, without_effect
 from ..secrets import SECRET
@@ -28,13 +28,23 @@ from .conflicts import (
     renamed,
     will_shard,
 )
-from .engines import unknown as unknown_tracker
 from .run_options import RECIPES
 from .schema import Schema
-from .settings import COMMAND_LINE, DROPPED, Checked, Finding, Setting
-from .yaml_reader import parse_overrides, read_settings
+from .yaml_reader import COMMAND_LINE, DROPPED, Finding, Setting, parse_overrides, read_settings
 
 RECIPE_DEFAULT = "recipe default"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The outcome: values with defaults, the settings among them, what is wrong and what should be known."""
+
+    recipe: str
+    schema: Schema
+    values: dict[str, Any]
+    settings: dict[str, Setting]
+    problems: list[Finding]
+    notices: list[Finding]
 
 
 def check(
@@ -318,3 +328,50 @@ def _is_trusting(key: str, value: Any) -> bool:
     if key in ("attn_implementation", "experts_implementation"):  # owner/name is code of the hub
         return "/" in str(value)
     return key in ("trust_remote_code", "use_kernels", API_KEY) and bool(value)
+
+
+# The trackers of `report_to`: which there are, and whether what they need is installed. Imports none of them.
+# name in transformers: the packages it needs, each as the modules of which one must be there
+TRACKERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "azure_ml": (("azureml",),),
+    "clearml": (("clearml",),),
+    "codecarbon": (("codecarbon",),),
+    "comet_ml": (("comet_ml",),),
+    "dagshub": (("dagshub",), ("mlflow",)),
+    "dvclive": (("dvclive",),),
+    "flyte": (("flytekit",),),
+    "kubeflow": (),  # its environment tells it where to report
+    "mlflow": (("mlflow",),),
+    "neptune": (("neptune",),),
+    "swanlab": (("swanlab",),),
+    "tensorboard": (("tensorboard", "tensorboardX"),),
+    "trackio": (("trackio",),),
+    "wandb": (("wandb",),),
+}
+ALONE = ("all", "none")  # every one that is installed, and no tracker
+
+
+def tracker_names(report_to: str | Sequence[str] | None) -> list[str]:
+    """The names in a value of `report_to`; `all` and `none`, which transformers takes alone, are no names."""
+    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    return [] if len(names) == 1 and names[0] in ALONE else names
+
+
+def unknown_tracker(report_to: Any) -> str | None:
+    """What is wrong with a value of `report_to`, in words: a name that is none of a tracker."""
+    for name in tracker_names(report_to):
+        if name in ALONE:
+            return f"{name!r} stands alone; beside other trackers it means nothing."
+        if name not in TRACKERS:
+            return f"expected {', '.join(TRACKERS)}, all or none, got {name!r}.{did_you_mean(name, TRACKERS)}"
+    return None
+
+
+def not_installed(report_to: Any) -> str | None:
+    """Say which tracker that is asked for is not installed; None if all are."""
+    for name in tracker_names(report_to):
+        for modules in TRACKERS[name]:
+            if not any(importlib.util.find_spec(module) for module in modules):
+                advice = f"pip install {modules[0].replace('_', '-')}, or report_to=none"
+                return f"{name} needs {modules[0]}, which is not installed: {advice}."
+    return None

@@ -1,9 +1,13 @@
 """Keys beyond their types: names from elsewhere, keys without effect, and keys that do not go together."""
 
+import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Set
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ..common.options import Conflict, Fact, OptionValues, clashes, conflicts_of, equals, given, on, without
 from ..losses.plan import LossConfig
@@ -16,9 +20,9 @@ from ..teachers.config import (
     is_its_own_teacher,
     teacher_problems,
 )
-from ..trainers.best_metric import FOLLOW_EVALUATIONS, greater_is_better, is_neither, no_direction
 from ..trainers.options import (
     ELSEWHERE,
+    FOLLOW_EVALUATIONS,
     QAT,
     ImagesConfig,
     NonFiniteConfig,
@@ -26,12 +30,69 @@ from ..trainers.options import (
     RowsConfig,
     SamplingConfig,
     StepConfig,
+    greater_is_better,
+    is_neither,
+    no_direction,
     without_effect,
 )
-from .engines import launches
 from .run_options import RunOptions
 from .schema import Key
-from .settings import Finding, Setting
+from .yaml_reader import Finding, Setting
+
+# Which engine `accelerate_config` names: known before anything is launched, so that conflicts are said then.
+
+
+LAUNCHED = "LIGER_TRAINER_LAUNCHED"  # id of the launching process, a colon, and the folder of its ranks
+DDP = {"ddp": "multi_gpu"}
+"""The name that users know, and TRL's."""
+
+
+def is_launched() -> bool:
+    """Whether this process was started by a launcher: by ours, by torchrun, which sets RANK, or by accelerate."""
+    return any(name in os.environ for name in (LAUNCHED, "RANK", "ACCELERATE_MIXED_PRECISION"))
+
+
+def accelerate_names() -> dict[str, Path]:
+    """Return the files of accelerate that TRL brings along, by name."""
+    trl = importlib.util.find_spec("trl")  # does not import it
+    folder = Path(trl.origin).parent / "accelerate_configs" if trl and trl.origin else Path()
+    files = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return files | {ours: files[theirs] for ours, theirs in DDP.items() if theirs in files}
+
+
+def accelerate_file(name: str) -> Path | None:
+    """Return the file that a value of `accelerate_config` means, None where it is neither a file nor a name."""
+    path = Path(name).expanduser()
+    return path if path.is_file() else accelerate_names().get(name)
+
+
+@cache
+def engine_of(name: str) -> str | None:
+    """Return ddp, fsdp1, fsdp2, zero0 to zero3, or None for one process and for what cannot be read."""
+    file = accelerate_file(name)
+    try:
+        content: Any = yaml.safe_load(file.read_text(encoding="utf-8")) if file else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return None  # said where the file is used
+    if not isinstance(content, dict):
+        return None
+    kind = str(content.get("distributed_type", "NO")).upper()
+    if kind == "FSDP":
+        return f"fsdp{(content.get('fsdp_config') or {}).get('fsdp_version', 1)}"
+    if kind == "DEEPSPEED":
+        return f"zero{(content.get('deepspeed_config') or {}).get('zero_stage', 2)}"
+    return "ddp" if kind.startswith("MULTI_") else None
+
+
+def launches(*engines: str) -> Fact:
+    """The condition that `accelerate_config` will launch one of these; what a launcher chose is in its environment."""
+
+    def holds(options: OptionValues) -> bool:
+        name = options["accelerate_config"]
+        return isinstance(name, str) and not is_launched() and engine_of(name) in engines
+
+    return Fact(("accelerate_config",), holds)
+
 
 # Known to TRL and transformers, but without effect in these recipes: refused when set to anything but the default.
 REFUSED = {

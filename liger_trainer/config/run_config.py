@@ -18,10 +18,9 @@ import yaml
 from ..common.files import DEFAULTS
 from ..errors import ConfigError, LigerTrainerError
 from ..secrets import names_a_secret, redact, redacted, remember_settings
-from .catalogue import find_config
 from .check import ALLOW_ENV, RECIPE_DEFAULT, check, needs_trust
-from .schema import Schema, shipped_schema
-from .settings import Finding, Setting, in_order
+from .schema import Schema, find_config, shipped_schema
+from .yaml_reader import Finding, Setting, in_order
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, SFTConfig

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..common.options import given, on, option
-from ..common.weights import ALLOW_MISSING_WEIGHTS
+from ..trainers.options import ALLOW_MISSING_WEIGHTS
 
 RECIPES = ("sft", "distill")
 

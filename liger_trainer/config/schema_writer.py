@@ -16,8 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import trl
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
-from ..common.options import declared, limits_of, on
-from ..common.value_rules import LIMIT_NAMES, Rule
+from ..common.options import LIMIT_NAMES, Rule, declared, limits_of, on
 from ..losses.plan import entry_rule
 from ..losses.schedules import SCHEDULES, TAID
 from ..teachers.config import DTYPES, ENTRY_KEYS

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, TextStreamer
 
-from ..common.adapters import ADAPTER, adapter_at, with_adapter
 from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG, METRICS
-from ..common.weights import auto_class, load_whole
+from ..common.weights import ADAPTER, adapter_at, auto_class, load_whole, with_adapter
 from ..config.run_config import RunConfig, load_run_config
 from ..errors import ConfigError
-from ..run.data.demo_model import resolve_model
+from ..run.data.demo import resolve_model
 from ..teachers.adapters_off import without_adapters
 
 Say = Callable[[str], None]

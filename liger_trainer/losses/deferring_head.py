@@ -1,4 +1,4 @@
-"""An output head that returns deferred logits, and what they are computed from later.
+"""An output head that returns deferred logits, and the two forms in which others than our loss get them.
 
 The forward of the head is replaced for one pass of the model, in the thread that runs it.
 """
@@ -6,18 +6,81 @@ The forward of the head is replaced for one pass of the model, in the thread tha
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
 
 from ..common.replacements import own_attribute, replaced_in_this_thread, without_replacement
 from ..common.zero3 import gathered, is_partitioned
 from ..errors import ConfigError
+from ..kernels.linear_cross_entropy import linear_cross_entropy
+from ..kernels.linear_log_probs import LogProbs, linear_log_probs
 from ..kernels.lora_linear import lora_linear_reference
 from .deferred_logits import DeferredLogits, Forward, version_of
 from .model_parts import Head, gather, output_module, reader_of, sharded_head
+
+# Without gradients a model returns its deferred logits as `LazyLogits`. An evaluation loop gathers every tensor of an
+# output and cannot say in advance whether its metrics need logits. So a loss-only evaluation never computes them.
+
+
+# These describe a tensor without reading it. `.T`, `.data` and the like are views and reach __torch_dispatch__.
+_DESCRIBES = {
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
+    Tensor.is_complex, Tensor.element_size, Tensor.__len__, torch.is_floating_point, torch.is_complex, torch.numel,
+}  # fmt: skip
+
+
+class LazyLogits(Tensor):
+    """(..., V) logits with the shape, dtype and device that they will have.
+
+    The first operation that reads them computes them, and every operation is one of the tensor that it has computed.
+    """
+
+    _deferred: DeferredLogits
+
+    @staticmethod
+    @torch.compiler.disable(reason="logits that may never be read are made outside of a graph")
+    def of(deferred: DeferredLogits) -> "LazyLogits":
+        """Return logits that will be computed as they would be now."""
+        lazy = Tensor._make_wrapper_subclass(LazyLogits, deferred.shape, dtype=deferred.dtype, device=deferred.device)
+        lazy._deferred = deferred
+        return lazy
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        stored = any(isinstance(x, LazyLogits) and x._deferred.stored for x in args)
+        if not stored and (func in _DESCRIBES or name == "__get__"):
+            with torch._C.DisableTorchFunctionSubclass():  # whose result is not made a LazyLogits again
+                return func(*args, **(kwargs or {}))
+        dtype = None if stored else _cast_of(func, args, kwargs)
+        if dtype is not None:  # mixed precision casts what a model returns, read or not
+            return args[0] if args[0].dtype == dtype else LazyLogits.of(args[0]._deferred.to(dtype))
+        return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
+
+
+def _cast_of(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
+    """Return the dtype that a call casts logits to, if it does nothing else: `x.float()` or `x.to(dtype)`."""
+    if func is Tensor.float:
+        return torch.float32
+    alone = func is Tensor.to and len(args) == 2 and not kwargs and isinstance(args[0], LazyLogits)
+    return args[1] if alone and isinstance(args[1], torch.dtype) and args[1].is_floating_point else None
+
+
+def _real(value: Any) -> Any:
+    if not isinstance(value, LazyLogits):
+        return value
+    value._deferred.become_real()
+    return value._deferred.compute()
 
 
 class Checkpoints:
@@ -142,3 +205,80 @@ def _deferred_on_ranks(shards: Any, state: Forward) -> Iterator[None]:
             yield
     finally:
         state.running = False
+
+
+# A trainer may compute its loss from `outputs.logits` itself, without labels in the forward. Its logits outlive the
+# forward, so they remember its autocast. Besides the operations of `DeferredLogits`, such a trainer asks them for
+# log-probabilities, cross-entropy and a mean, all of which the fused ops compute.
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredLogits(DeferredLogits):
+    """(..., V) logits that answer for losses on them. See the top of this file."""
+
+    def log_probs(self, labels: Tensor, **options: Any) -> LogProbs:
+        """Return the values of labels (...), in their shape. options: of `linear_log_probs`."""
+        with self.autocasting():
+            values = linear_log_probs(**self.operands(), labels=labels.reshape(-1), **options)
+        return LogProbs(*(None if x is None else x.view(labels.shape) for x in values))  # pyright: ignore[reportArgumentType]
+
+    def cross_entropy(
+        self, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None, ignore_index: int = -100,
+        reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        """Return F.cross_entropy of logits (N, V). What the fused op does not compute comes from real logits."""
+        other = (weight, size_average, reduce) != (None, None, None) or target.is_floating_point()
+        if other or reduction not in ("mean", "sum") or self.ndim != 2 or self.stored:
+            logits = self.compute("a cross-entropy with class weights, probabilities or other shapes")
+            return F.cross_entropy(
+                logits, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+            )
+        num_items = None if reduction == "mean" else 1
+        with self.autocasting():
+            return linear_cross_entropy(
+                **self.operands(), labels=target, num_items=num_items, ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+            ).loss  # fmt: skip
+
+    def detach(self) -> "ScoredLogits | Tensor":
+        if self.stored:
+            return self.compute().detach()
+        head = self.head
+        lora = tuple(x._replace(a=x.a.detach(), b=x.b.detach()) for x in head.lora)
+        bias = None if head.bias is None else head.bias.detach()
+        fixed = type(head)(head.weight.detach(), bias, lora)
+        return self._with(hidden=self.hidden.detach(), head=fixed, project=_without_gradient(self.project))
+
+    def mean(self, *args: Any, **options: Any) -> Tensor:
+        """Return the mean of all logits. Others, such as those along a dimension, come from real logits."""
+        if args or options or self.stored:
+            return self.compute("a mean along a dimension").mean(*args, **options)
+        if self.hidden.requires_grad or self.head.weight.requires_grad:
+            return self.compute("a mean with a gradient").mean()
+        if not self.capped:  # linear: the mean row has the mean logits
+            row = self.hidden.flatten(0, -2).float().mean(0, keepdim=True).to(self.hidden.dtype)
+            return self._with(hidden=row, forward=Forward("", running=False)).compute().mean()
+        labels = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
+        means = self.log_probs(labels, ignore_index=None, mean_logits=True).mean_logit
+        assert means is not None
+        return means.mean()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.cross_entropy and args and isinstance(args[0], cls):
+            return args[0].cross_entropy(*args[1:], **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _without_gradient(project: Any) -> Any:
+    def projected(hidden: Tensor) -> Tensor:
+        return project(hidden).detach()
+
+    return projected
+
+
+@contextlib.contextmanager
+def scored_logits(model: nn.Module) -> Iterator[Forward]:
+    """Within the context, the output head of `model` returns `ScoredLogits`. Yields as `deferred_logits` does."""
+    with deferred_logits(model, make=ScoredLogits.of) as forward:
+        yield forward

@@ -20,15 +20,23 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..common.replacements import own_attribute, replaced_in_this_thread, without_replacement
 from ..errors import ConfigError, MaterializedLogitsWarning
-from .cross_entropy import cross_entropy_loss
+from .answers import answer_of, cross_entropy_loss
 from .deferred_logits import DeferredLogits, settled
-from .deferring_head import Checkpoints, deferred_logits
-from .dense import answer_of
+from .deferring_head import Checkpoints, LazyLogits, deferred_logits
 from .hidden_states import HiddenPass
-from .lazy_logits import LazyLogits
 from .model_parts import need_head, output_module, sharded_head
-from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions, TokenWeights, check_lengths
-from .teacher_answer import BatchLoss, TeacherAnswer, TokenLossOutput, token_output
+from .spec import (
+    IGNORE_INDEX,
+    BatchLoss,
+    BatchTargets,
+    Logits,
+    LossOptions,
+    TeacherAnswer,
+    TokenLossOutput,
+    TokenWeights,
+    check_lengths,
+    token_output,
+)
 
 
 class FusedLoss:

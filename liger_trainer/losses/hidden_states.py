@@ -26,8 +26,7 @@ from ..errors import ConfigError
 from ..kernels.types import gather_rows, scatter_rows, stats_dtype
 from .model_parts import decoder_layers
 from .plan import LossTerm
-from .spec import BatchTargets, Distillation
-from .teacher_answer import BatchLoss
+from .spec import BatchLoss, BatchTargets, Distillation
 
 
 @dataclass(frozen=True)

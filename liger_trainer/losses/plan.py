@@ -9,8 +9,18 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..common.options import check_values, option
-from ..common.value_rules import ABOVE_ZERO, BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
+from ..common.options import (
+    ABOVE_ZERO,
+    BELOW_ONE,
+    NUMBER,
+    SHARE,
+    Rule,
+    check_values,
+    complaints,
+    did_you_mean,
+    option,
+    read,
+)
 from ..kernels.divergence_kinds import REMOVED, TABLE
 from .schedules import Schedule, Taid, schedules_of, taid_of
 

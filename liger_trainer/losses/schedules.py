@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.value_rules import ABOVE_ZERO, BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
+from ..common.options import ABOVE_ZERO, BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
 
 CURVES = ("linear", "cosine", "constant")
 SCHEDULE: Rule = {

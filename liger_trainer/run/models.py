@@ -15,15 +15,14 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedMod
 from transformers.configuration_utils import PreTrainedConfig
 from trl import get_quantization_config
 
-from ..common.adapters import Adapter, adapter_at, check_mergeable
-from ..common.weights import auto_class, load_whole
+from ..common.weights import Adapter, adapter_at, auto_class, check_mergeable, load_whole
 from ..errors import ConfigError
 from ..losses.plan import plan_of
 from ..teachers.config import OF_ONE_TEACHER, entries_of
 from ..teachers.vocabulary import Vocabulary, compare_tokenizers, teacher_tokenizer, tokenizer_of
-from ..trainers.chat_checks import check_chats
+from ..trainers.chat_template import check_chats
 from .data.datasets import RunData
-from .data.demo_model import resolve_model
+from .data.demo import resolve_model
 from .drop_layers import drop_layers
 
 if TYPE_CHECKING:

@@ -20,13 +20,12 @@ from ..common.console import is_main_process, visible
 from ..common.zero3 import is_partitioned, shape_of
 from ..losses.model_parts import device_of, known_positions
 from ..patching.patcher import base_of
-from ..trainers.chat_checks import fitting
-from ..trainers.message_marks import ANSWERS
+from ..trainers.chat_template import ANSWERS, fitting
 from ..trainers.rows import text_prompt_ids
 from ..trainers.samplers import nothing_by_default
 from .data.datasets import RunData
-from .data.images import images_of
-from .metric_rows import MetricRow
+from .data.row_checks import images_of
+from .reports.tables import MetricRow
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig

@@ -20,9 +20,8 @@ from ..common.console import announce
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits, settled
 from ..losses.deferring_head import deferred_logits
-from ..losses.spec import Logits
-from ..losses.teacher_answer import TeacherAnswer
-from ..patching.packing.document_leaks import PackedRows, read_packed_rows
+from ..losses.spec import Logits, TeacherAnswer
+from ..patching.packing.packed_rows import PackedRows, patch_packed_attention
 from ..patching.patcher import NothingToPatch, Patched, PatchOptions, base_of, patched_record
 
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
@@ -171,7 +170,7 @@ def patch_layers(
             record = Patched(base_of(model), replace(options, fused_linear_cross_entropy=False))
         except NothingToPatch as error:
             reason = error
-    read_packed_rows(base_of(model), record, rows)
+    patch_packed_attention(base_of(model), record, rows)
     if record is not before or reason is not None:
         announce(f"{name}: {reason or record and record.report}")
     return record

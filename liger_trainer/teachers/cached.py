@@ -15,11 +15,10 @@ from torch import Tensor
 
 from ..common.files import sha256
 from ..errors import ConfigError, CorruptError
-from ..losses.dense import RecordedAnswer
-from ..losses.sparse import SparseAnswer
-from ..losses.teacher_answer import TeacherAnswer
+from ..losses.answers import RecordedAnswer, SparseAnswer
+from ..losses.spec import TeacherAnswer
 from .base import DistillHost, Teacher
-from .cache.hidden import HiddenFormat, TeacherHead
+from .cache.records import HiddenFormat, TeacherHead
 from .cache.store import CacheIndex, CacheSettings, TeacherCache, check_shards
 from .config import TeacherConfig
 from .fingerprints import teacher_fingerprint

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 
 from ..errors import ConfigError, DataError
-from ..losses.multi_teacher import SeveralAnswers, WeightedAnswer
+from ..losses.answers import SeveralAnswers, WeightedAnswer
 from .adapters_off import SelfTeacher
 from .base import Cut, DistillHost, Teacher
 from .config import TeacherConfig, TeacherEntry, entries_of

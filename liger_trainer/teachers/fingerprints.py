@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..common.adapters import ADAPTER, adapter_at
+from ..common.weights import ADAPTER, adapter_at
 from ..errors import ConfigError
 from ..patching.patcher import base_of
 

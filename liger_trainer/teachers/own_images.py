@@ -14,7 +14,7 @@ from transformers import AutoProcessor, ProcessorMixin
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..common.adapters import adapter_at
+from ..common.weights import adapter_at
 from ..errors import ConfigError, DataError
 from ..losses.spec import IGNORE_INDEX
 

@@ -8,7 +8,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..losses.sparse import SparseAnswer, TokenTargets
+from ..losses.answers import SparseAnswer, TokenTargets
 from ..secrets import remember_settings
 from .base import DistillHost, Teacher
 from .config import TeacherConfig

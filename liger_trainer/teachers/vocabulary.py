@@ -15,8 +15,8 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from ..common.adapters import adapter_at
 from ..common.console import announce
+from ..common.weights import adapter_at
 from ..errors import ConfigError, DataError
 from ..losses.model_parts import head_rows
 

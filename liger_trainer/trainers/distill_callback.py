@@ -20,22 +20,20 @@ from ..losses.fused_forward import FusedLoss, LossOfOneForward
 from ..losses.hidden_states import HiddenLosses
 from ..losses.model_parts import head_rows
 from ..losses.plan import SKEW_ALPHA, plan_of, without_effect
-from ..losses.spec import Logits, LossOptions, distillation_of
-from ..losses.teacher_answer import TokenLossOutput
-from ..patching.packing.document_leaks import PackedRows
+from ..losses.spec import Logits, LossOptions, TokenLossOutput, distillation_of
 from ..patching.packing.packed_attention import KIND
+from ..patching.packing.packed_rows import PackedRows
 from ..patching.patcher import Patched, PatchOptions, base_of, patched_record
 from ..teachers.base import check_apart, patch_layers, teacher_logits
 from ..teachers.fingerprints import describe_frozen_model
-from ..teachers.placement import check_alike, load_frozen, shard, teacher_dtype
+from ..teachers.model import check_alike, load_frozen, shard, teacher_dtype
 from ..teachers.vocabulary import compare_tokenizers, tokenizer_of, with_heads
-from .best_metric import correct_guess, follow_direction
-from .evaluation_rows import real_tokens
 from .finite_guard import FiniteGuard
 from .finite_report import norm_of_gradients
+from .loaders import real_tokens
 from .loss_schedule import LossSchedule
 from .metrics import TokenMetrics, per_token_values
-from .options import STOP, check_policy
+from .options import STOP, check_policy, correct_guess, follow_direction
 
 
 class DistillationCallback(TrainerCallback):

@@ -19,24 +19,23 @@ from trl.data_utils import is_conversational
 from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG
 from ..errors import ConfigError, TeacherServerError
-from ..losses.spec import LossOptions
-from ..losses.teacher_answer import TokenLossOutput
+from ..losses.spec import LossOptions, TokenLossOutput
 from ..patching.patcher import Patched, base_of
 from ..teachers.factory import GivenTeacher, make_teacher
 from ..teachers.model import ModelTeacher
 from ..teachers.own_images import take_processor
-from .best_metric import correct_guess
-from .config import LigerDistillConfig
-from .from_trl_args import from_trl
+from .config import LigerDistillConfig, from_trl
 from .host import DistillHost
 from .images import check_settings
 from .loss_schedule import LossState
 from .metrics import per_token_values
 from .on_policy import SOURCE, STUDENT, OnPolicy, PromptCollator
+from .options import correct_guess
 from .row_preparation import rows_for_reading
 from .rows import (
     GENERATION_PROMPT,
     asked,
+    check_ids,
     check_positions,
     check_prompts,
     has_only_prompts,
@@ -46,7 +45,6 @@ from .rows import (
 )
 from .sft_trainer import LigerTrainer
 from .student import check_prompt_learning, disable_dropout
-from .token_ids import check_ids
 
 
 class LigerDistillTrainer(LigerTrainer):

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import IntervalStrategy
 
 from ..common.checkpoints import TRAINER_STATE
-from ..losses.teacher_answer import TokenLossOutput
+from ..losses.spec import TokenLossOutput
 from .host import TrainerHost
 
 

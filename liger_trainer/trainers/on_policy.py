@@ -19,9 +19,8 @@ from ..teachers.adapters_off import SelfTeacher
 from .config import LigerDistillConfig
 from .host import DistillHost
 from .metrics import TokenMetrics
-from .rows import GENERATION_PROMPT, NO_PROMPT
+from .rows import GENERATION_PROMPT, NO_PROMPT, Writable
 from .samplers import ModelSampler, Tokens, VLLMSampler
-from .token_ids import Writable
 
 Batch = dict[str, Any]
 SOURCE = "completions_of"  # a key of a micro-batch

@@ -16,7 +16,7 @@ from ..losses.model_parts import device_of
 from ..patching.patcher import base_of
 from ..teachers.vocabulary import end_tokens
 from .config import LigerDistillConfig
-from .token_ids import Writable
+from .rows import Writable
 
 Tokens = list[int]
 

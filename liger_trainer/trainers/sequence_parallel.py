@@ -15,7 +15,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..errors import ConfigError
 from ..patching.packing.packed_attention import OF_SLICES
-from ..patching.packing.ulysses import implementations_of, obstacle_to_slices
+from ..patching.packing.packed_rows import implementations_of, why_not_sliced
 from ..patching.patcher import base_of
 from .host import TrainerHost
 
@@ -29,7 +29,7 @@ def check_slices(trainer: TrainerHost) -> None:
             "use sequence parallelism (sp_size) with DeepSpeed."
         )
     if trainer.shards_sequences():
-        reason = _why_engine(trainer) or _why_rows(trainer) or obstacle_to_slices(base_of(trainer.model))
+        reason = _why_engine(trainer) or _why_rows(trainer) or why_not_sliced(base_of(trainer.model))
         if reason is not None:
             raise ConfigError(f"Sequence parallelism (sp_size > 1): {reason}.")
 

@@ -14,9 +14,8 @@ from transformers.trainer_utils import align_special_tokens
 from trl.trainer import sft_trainer
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model
 
-from ..common.adapters import adapter_at
 from ..common.replacements import Replacements
-from ..common.weights import load_whole
+from ..common.weights import adapter_at, load_whole
 from ..errors import ConfigError
 from ..losses.spec import LossOptions
 from ..patching.patcher import Patched, PatchOptions, patched_record

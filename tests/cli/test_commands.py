@@ -15,10 +15,10 @@ from finished_runs import content
 
 import liger_trainer
 from liger_trainer.cli import app as cli
-from liger_trainer.cli import cache, env, run
-from liger_trainer.config.catalogue import built_in_configs
+from liger_trainer.cli import cache, run
+from liger_trainer.cli import doctor as env
 from liger_trainer.config.run_config import check_text, load_run_config
-from liger_trainer.config.schema import shipped_schema, shipped_text
+from liger_trainer.config.schema import built_in_configs, shipped_schema, shipped_text
 from liger_trainer.run import launch as launching
 
 NEEDED = "model_name_or_path: some/model\ndataset_name: some/data\n"

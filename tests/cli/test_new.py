@@ -8,8 +8,7 @@ import pytest
 from commands import call, done, without_report
 from stand_ins import StandIns
 
-from liger_trainer.cli.configs import billions
-from liger_trainer.cli.new import Method, Purpose
+from liger_trainer.cli.configs import Method, Purpose, billions
 from liger_trainer.config.run_config import load_run_config
 
 

@@ -13,9 +13,9 @@ from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from liger_trainer.common.checkpoints import MANIFEST, TRAINER_STATE, checkpoints_in, damage
-from liger_trainer.common.files import STATE
+from liger_trainer.common.files import BEFORE, STATE
 from liger_trainer.errors import ConfigError, CorruptError
-from liger_trainer.run.checkpoints import BEFORE, resumption
+from liger_trainer.run.launch import resumption
 
 # as for `trl sft --config sft.yaml`, written over the years: names that TRL and transformers have given up among them
 TRL_SFT = """

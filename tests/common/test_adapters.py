@@ -11,8 +11,8 @@ from tiny import VOCAB, completions, tiny_model, tiny_tokenizer
 from trainings import sft
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from liger_trainer.common import adapters
-from liger_trainer.common.adapters import check_alike, load_merged, logits_of
+from liger_trainer.common import weights as adapters
+from liger_trainer.common.weights import check_alike, load_merged, logits_of
 from liger_trainer.errors import ConfigError
 from liger_trainer.losses.model_parts import head_rows
 from liger_trainer.teachers.fingerprints import files_fingerprint

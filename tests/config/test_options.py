@@ -12,10 +12,9 @@ from transformers import HfArgumentParser
 from trl import ModelConfig, TrlParser
 
 from liger_trainer.common.options import OptionValues, check_values, clashes, conflicts_of, option
-from liger_trainer.config.catalogue import built_in_configs
 from liger_trainer.config.conflicts import CONFLICTS
 from liger_trainer.config.run_config import check_text
-from liger_trainer.config.schema import shipped_schema, shipped_text
+from liger_trainer.config.schema import built_in_configs, shipped_schema, shipped_text
 from liger_trainer.config.yaml_reader import parse_yaml
 from liger_trainer.errors import ConfigError
 from liger_trainer.losses.plan import LossConfig

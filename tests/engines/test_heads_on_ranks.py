@@ -12,7 +12,7 @@ from tiny import assert_same_gradients, texts, tiny_model
 from trainings import distill, sft
 
 from liger_trainer.errors import ConfigError
-from liger_trainer.extras.vocab_parallel.heads import ShardedHead, keep_sharded, kept_sharded, obstacle
+from liger_trainer.extras.vocab_parallel.heads import ShardedHead, kept_sharded, mark_sharded, why_gathered
 from liger_trainer.extras.vocab_parallel.trainer import shard_head, why_whole_head
 from liger_trainer.trainers.config import LigerConfig
 
@@ -78,14 +78,14 @@ def test_auto_gathers_where_there_is_one_process():
 
 def test_a_mark_does_not_outlive_its_trainer():
     model = tiny_model()
-    keep_sharded(model)
+    mark_sharded(model)
     trainer_with("never", model)
     assert not kept_sharded(model)
 
 
 def test_tied_heads_are_gathered():
-    assert "tied" in (obstacle(tiny_model("llama_tied")) or "")
-    assert obstacle(tiny_model("llama")) is None
+    assert "tied" in (why_gathered(tiny_model("llama_tied")) or "")
+    assert why_gathered(tiny_model("llama")) is None
 
 
 @pytest.mark.parametrize(

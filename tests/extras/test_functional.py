@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from fp64_truth import assert_true
 
 from liger_trainer.extras.modules import functional
-from liger_trainer.modules.functional import CrossEntropyOutput
+from liger_trainer.extras.modules.losses import CrossEntropyOutput
 
 N, H, V = 12, 8, 31
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 
 from liger_trainer.losses.deferred_logits import DeferredLogits, Forward
-from liger_trainer.losses.lazy_logits import LazyLogits
+from liger_trainer.losses.deferring_head import LazyLogits
 from liger_trainer.losses.model_parts import Head
 
 SHAPE = (2, 3, 16)

@@ -31,8 +31,7 @@ from liger_trainer import patch
 from liger_trainer.errors import MaterializedLogitsWarning
 from liger_trainer.kernels import _triton
 from liger_trainer.losses.deferred_logits import DeferredLogits
-from liger_trainer.losses.deferring_head import deferred_logits
-from liger_trainer.losses.lazy_logits import LazyLogits
+from liger_trainer.losses.deferring_head import LazyLogits, deferred_logits
 from liger_trainer.losses.spec import Distillation, LossOptions
 
 pytestmark = [

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 import liger_trainer
 from liger_trainer import AutoLigerKernelForCausalLM, PatchOptions, patch
 from liger_trainer.errors import ConfigError
-from liger_trainer.losses import cross_entropy
+from liger_trainer.losses import answers
 from liger_trainer.losses.deferred_logits import DeferredLogits
 from liger_trainer.patching import families
 from liger_trainer.patching.families import apply_liger_kernel_to_llama
@@ -176,7 +176,7 @@ def test_relu_squared_is_relu2():
 
 
 def test_cross_entropy_computes_the_loss_from_stored_logits(monkeypatch):
-    seen = calls_of(monkeypatch, cross_entropy, "cross_entropy")
+    seen = calls_of(monkeypatch, answers, "cross_entropy")
     model = tiny_model("gemma2")
     plain, batch = copy.deepcopy(model), masked_batch()
     before = model.loss_function

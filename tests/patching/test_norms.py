@@ -27,8 +27,8 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from liger_trainer.patching import structure
 from liger_trainer.patching.layers import norms
-from liger_trainer.patching.layers.gated_norms import KIND, patch_gated_norms
-from liger_trainer.patching.layers.norms import patch_norms, prove_norm
+from liger_trainer.patching.layers.norms import GATED_KIND as KIND
+from liger_trainer.patching.layers.norms import patch_gated_norms, patch_norms, prove_norm
 
 H, GH = 40, 24  # columns of norms and of gated norms
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -16,8 +16,8 @@ from transformers.masking_utils import create_causal_mask
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching.options import PatchReport
-from liger_trainer.patching.packing import flash
-from liger_trainer.patching.packing.document_mask import DocumentMask, Documents, structure_of
+from liger_trainer.patching.packing import documents as flash
+from liger_trainer.patching.packing.documents import DocumentMask, Documents, structure_of
 from liger_trainer.patching.packing.packed_attention import NAMES, attention_configs, pack_attention
 from liger_trainer.patching.patcher import patch
 

@@ -13,10 +13,10 @@ from trl_runs import CPOTrainer, ORPOTrainer, assert_same_numbers, make, trained
 
 import liger_trainer
 from liger_trainer import MaterializedLogitsWarning
-from liger_trainer.losses import scored_logits as scored_logits_file
-from liger_trainer.losses.scored_logits import ScoredLogits, scored_logits
+from liger_trainer.losses import deferring_head as scored_logits_file
+from liger_trainer.losses.deferring_head import ScoredLogits, scored_logits
 from liger_trainer.patching.patcher import patched_record
-from liger_trainer.patching.trl_losses import FusedLogProbs
+from liger_trainer.patching.use_liger_kernel import FusedLogProbs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -20,7 +20,7 @@ from liger_trainer.errors import ConfigError
 from liger_trainer.losses import deferred_logits
 from liger_trainer.losses.deferred_logits import DeferredLogits
 from liger_trainer.patching.patcher import patched_record
-from liger_trainer.patching.trl_losses import FusedLogProbs
+from liger_trainer.patching.use_liger_kernel import FusedLogProbs
 
 pytestmark = [
     pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning"),

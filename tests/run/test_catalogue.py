@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from trl import get_quantization_config
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-from liger_trainer.config.catalogue import built_in_configs, needs_of
 from liger_trainer.config.run_config import load_run_config
+from liger_trainer.config.schema import built_in_configs, needs_of
 from liger_trainer.run.launch import launcher_arguments
 
 NAMES = list(built_in_configs())

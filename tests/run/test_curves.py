@@ -7,16 +7,17 @@ import re
 import pytest
 from quick_cases import slow_but
 
-from liger_trainer.run.reports.curves import (
+from liger_trainer.run.reports.drawing import (
     CHARTS,
     SMOOTHED_FROM,
+    _running_mean,
     axes_of,
     charts_of,
+    draw,
     lines_of,
     points,
     reading,
 )
-from liger_trainer.run.reports.drawing import _running_mean, draw
 from liger_trainer.run.reports.read_run import read_run
 from liger_trainer.run.reports.tables import before_and_after, duration
 

@@ -86,10 +86,10 @@ def test_training_on_a_full_disk_keeps_the_checkpoints_before(disk, capsys, no_r
 
 def test_metrics_and_report_on_a_full_disk(disk, capsys, monkeypatch):
     """They come last: the model is there, and the old report stays as it was."""
-    from liger_trainer.run import output_dir
+    from liger_trainer.run import recipe
 
     monkeypatch.setattr("liger_trainer.run.reports.html.draw", lambda *arguments: [])
-    finish = output_dir.finish
+    finish = recipe.finish
 
     def full(*args):
         leave(disk, 0)

@@ -14,7 +14,7 @@ from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from vision import drawn, vision_model, vision_processor
 
-from liger_trainer.run.data.images import image_problem
+from liger_trainer.run.data.row_checks import image_problem
 
 SETTINGS = settings(num_sample_completions=2, max_new_tokens=3, max_length=None, per_device_train_batch_size=2)
 LORA = ("use_peft=true", "lora_target_modules=all-linear")

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, trainer
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from liger_trainer.cli import run as cli_run
-from liger_trainer.config import engines as trackers
+from liger_trainer.config import conflicts as trackers
 from liger_trainer.config.run_config import check_text, load_run_config
 from liger_trainer.errors import LigerTrainerError
 from liger_trainer.recipes import distill
-from liger_trainer.run import output_dir as saving
-from liger_trainer.run.reports.model_card import Published, hub_id, model_card, public
+from liger_trainer.run import results as saving
+from liger_trainer.run.model_card import Published, hub_id, model_card, public
 from liger_trainer.run.reports.tables import figure
 
 

@@ -13,9 +13,9 @@ from recorders import calls_of
 from transformers import AutoModelForCausalLM
 
 from liger_trainer.run import samples
-from liger_trainer.run.ending import next_commands
-from liger_trainer.run.progress import RunProgress
+from liger_trainer.run.recipe import next_commands
 from liger_trainer.run.reports.html import verdict
+from liger_trainer.run.train_loop import RunProgress
 
 STEPS = 6
 

@@ -17,12 +17,11 @@ from finished_runs import config_text, content, log_history
 from tiny import WORDS
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from liger_trainer.run import output_dir as saving
-from liger_trainer.run import progress as callbacks
-from liger_trainer.run.progress import Pace, gpu_utilization
+from liger_trainer.run import results as saving
+from liger_trainer.run import train_loop as callbacks
 from liger_trainer.run.reports import drawing
 from liger_trainer.run.reports import html as html_report
-from liger_trainer.run.reports.curves import CHARTS, SERIES, charts_of, lines_of, points
+from liger_trainer.run.reports.drawing import CHARTS, SERIES, charts_of, lines_of, points
 from liger_trainer.run.reports.read_run import names, read_run
 from liger_trainer.run.reports.tables import (
     before_and_after,
@@ -37,6 +36,7 @@ from liger_trainer.run.reports.tables import (
     settings,
     side_by_side,
 )
+from liger_trainer.run.train_loop import Pace, gpu_utilization
 
 SECTIONS = ["metrics", "curves", "samples", "data", "configuration", "layers", "cost", "environment"]
 VOID = {"meta", "link", "br", "use", "img", "input"}

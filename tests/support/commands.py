@@ -9,7 +9,7 @@ import pytest
 import yaml
 from tiny import WORDS, tiny_model, tiny_tokenizer
 
-from liger_trainer.cli import main
+from liger_trainer.cli.app import main
 
 _SETTINGS = {
     "model_name_or_path": "student", "dataset_name": "rows.jsonl", "output_dir": "out", "max_steps": 3,
@@ -47,7 +47,7 @@ def done(ended: tuple[int, str, str]) -> tuple[str, str]:
 
 def without_report(patch: pytest.MonkeyPatch) -> None:
     """Runs write no report: to draw it takes longer than to train. test_report.py has it."""
-    patch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    patch.setattr("liger_trainer.run.recipe._report", lambda output_dir: None)
 
 
 def metrics(folder: Path) -> dict:

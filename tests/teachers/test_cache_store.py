@@ -12,7 +12,7 @@ from caches import config, end_of, flip, other_tokenizer, trainer_of
 from tiny import tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
-from liger_trainer.cli import main
+from liger_trainer.cli.app import main
 from liger_trainer.common.files import sha256
 from liger_trainer.errors import ConfigError, CorruptError
 from liger_trainer.teachers.cache import store

@@ -16,7 +16,7 @@ from liger_trainer.losses.deferred_logits import DeferredLogits, Forward
 from liger_trainer.losses.model_parts import Head
 from liger_trainer.run.samples import Prompt, complete
 from liger_trainer.teachers.cache.store import TeacherCache
-from liger_trainer.teachers.placement import Carrier, check_processes
+from liger_trainer.teachers.model import Carrier, check_processes
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 LOSSES = [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.3}]
@@ -83,7 +83,7 @@ def test_what_quantisation_asks_of_transformers(monkeypatch, bits, bf16):
         seen.update(kwargs)
         return tiny_model("phi"), {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
 
-    monkeypatch.setattr("liger_trainer.teachers.placement.create_model_from_path", create_model_from_path)
+    monkeypatch.setattr("liger_trainer.teachers.model.create_model_from_path", create_model_from_path)
     make("some/teacher", bf16=bf16, **{f"teacher_load_in_{bits}bit": True})
     quantization = seen["quantization_config"]
     assert quantization.load_in_4bit == (bits == 4) and quantization.load_in_8bit == (bits == 8)
@@ -97,7 +97,7 @@ def test_without_bitsandbytes(monkeypatch):
     def create_model_from_path(path, **kwargs):
         raise ImportError("Using `bitsandbytes` 4-bit quantization requires bitsandbytes")
 
-    monkeypatch.setattr("liger_trainer.teachers.placement.create_model_from_path", create_model_from_path)
+    monkeypatch.setattr("liger_trainer.teachers.model.create_model_from_path", create_model_from_path)
     with pytest.raises(ConfigError, match="The teacher some/teacher cannot be loaded as asked for: .*requires bitsand"):
         make("some/teacher", teacher_load_in_4bit=True)
 

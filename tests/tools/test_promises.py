@@ -9,8 +9,8 @@ from real_shapes import PARAMETERS, SHAPES, save_shapes
 from transformers import AutoConfig
 
 from liger_trainer.common.weights import auto_class
-from liger_trainer.config.catalogue import Needs, built_in_configs, needs_of
 from liger_trainer.config.run_config import load_run_config
+from liger_trainer.config.schema import Needs, built_in_configs, needs_of
 from liger_trainer.tools.estimate.estimator import estimate, gpu_named
 
 NAMES = list(built_in_configs())

@@ -19,8 +19,8 @@ from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.trainers.on_policy import DATASET, STUDENT, TEACHER, prompts_of, rows_of, sources
 from liger_trainer.trainers.options import NOTHING_SAMPLED
+from liger_trainer.trainers.rows import Writable
 from liger_trainer.trainers.samplers import ModelSampler, end_tokens, until_the_end
-from liger_trainer.trainers.token_ids import Writable
 
 EOS = VOCAB - 3
 

@@ -13,8 +13,7 @@ from ...teachers.cache.records import RecordFormat
 from ...teachers.cache.store import CacheIndex, TeacherName
 from ...teachers.row_keys import documents
 from ...teachers.vocabulary import compare_tokenizers, teacher_tokenizer
-from ...trainers.capture import Progress, write_cache
-from ...trainers.capture_model import Source, token_settings
+from ...trainers.capture import Progress, Source, token_settings, write_cache
 from ...trainers.config import LigerDistillConfig
 from ...trainers.row_preparation import PreparedRows
 from .distillkit_records import DistillKitRecords

@@ -18,11 +18,11 @@ import yaml
 from filelock import FileLock, Timeout
 from transformers import AutoTokenizer
 
-from ...common.adapters import adapter_at
 from ...common.files import write_atomically, writing_to
+from ...common.weights import adapter_at
 from ...errors import ConfigError, DataError
-from ...run.data.demo_model import DEMO_MODELS, PREFIX, resolve_model
-from ...run.reports.model_card import public
+from ...run.data.demo import DEMO_MODELS, PREFIX, resolve_model
+from ...run.model_card import public
 from ...secrets import redact
 from ...teachers.fingerprints import template_fingerprint, tokenizer_fingerprint
 from ...teachers.vocabulary import tokenizer_of

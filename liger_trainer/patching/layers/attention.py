@@ -117,7 +117,7 @@ def _norm_pairs(module: nn.Module) -> Iterator[tuple[str, str]]:
 def _deferrable(
     module: nn.Module, prove: Callable[[nn.Module], NormRule | str], replacements: Replacements
 ) -> NormRule | None:
-    if module in replacements or structure.obstacle(module) is not None:
+    if module in replacements or structure.why_not_replaced(module) is not None:
         return None
     if any(tensor.dim() != 1 for tensor in structure.tensors(module).values()):
         return None

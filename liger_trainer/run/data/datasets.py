@@ -15,8 +15,21 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ConfigError, DataError
 from ...trainers.chat_rows import check_preferences, in_messages, no_usable_column, split_last
 from ...trainers.rows import NO_PROMPT
-from .images import FORMS, decoded, hashable, image_column, image_problem, undecoded
-from .row_checks import CHAT_COLUMNS, CHAT_FORMS, OPTIONAL_COLUMNS, BadRows, form_of, learned_answers, row_problem
+from .row_checks import (
+    CHAT_COLUMNS,
+    CHAT_FORMS,
+    FORMS,
+    OPTIONAL_COLUMNS,
+    BadRows,
+    decoded,
+    form_of,
+    hashable,
+    image_column,
+    image_problem,
+    learned_answers,
+    row_problem,
+    undecoded,
+)
 from .sources import LoadedDataset, Place, load_source
 
 if TYPE_CHECKING:

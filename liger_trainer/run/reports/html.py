@@ -11,12 +11,14 @@ from typing import Any
 from ... import __version__
 from ...common.files import refuse_links, write_atomically
 from ...secrets import redact
-from ..metric_rows import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow
-from .curves import SERIES, axes_of, points, reading
-from .drawing import Drawing, draw
+from .drawing import SERIES, Drawing, axes_of, draw, points, reading
 from .read_run import RunRecord, Sample, names
 from .tables import (
+    DISTILL_ROWS,
+    OTHER_TOKENS_ROWS,
+    SFT_ROWS,
     Grid,
+    MetricRow,
     before_and_after,
     best_of,
     change,

@@ -10,9 +10,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...common.checkpoints import checkpoints_in
-from ...common.files import CONFIG, METRICS, STATE
+from ...common.files import BEFORE, CONFIG, METRICS, STATE
 from ...errors import ConfigError, CorruptError
-from ..checkpoints import BEFORE
 
 
 class _Record(BaseModel):

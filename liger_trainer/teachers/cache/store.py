@@ -29,8 +29,7 @@ from ...common.files import sha256, write_atomically
 from ...errors import ConfigError, CorruptError
 from ..fingerprints import shortened, template_fingerprint, tokenizer_fingerprint
 from ..row_keys import KEY_BYTES, documents
-from .hidden import HEAD, Dtype, HiddenFormat, TeacherHead
-from .records import RecordFormat
+from .records import HEAD, Dtype, HiddenFormat, RecordFormat, TeacherHead
 
 VERSION = 1
 INDEX = "index.json"

@@ -14,18 +14,16 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.optimization import Adafactor
 from trl import get_peft_config
 
-from ...common.adapters import adapter_at
-from ...config.settings import Setting
+from ...common.weights import adapter_at
+from ...config.yaml_reader import Setting
 from ...errors import ConfigError, LigerTrainerError
-from ...losses.dense import RecordedAnswer
-from ...losses.sparse import SparseAnswer, TokenTargets
+from ...losses.answers import RecordedAnswer, SparseAnswer, TokenTargets
 from ...losses.spec import LossOptions
 from ...patching.patcher import PatchOptions
-from ...run.data.demo_model import DEMO_MODELS, demo_key
+from ...run.data.demo import DEMO_MODELS, demo_key
 from ...run.drop_layers import kept_indices, thinned_config
 from ...run.launch import launcher_arguments
-from ...teachers.cache.hidden import HiddenFormat, TeacherHead
-from ...teachers.cache.records import RecordFormat
+from ...teachers.cache.records import HiddenFormat, RecordFormat, TeacherHead
 from ...teachers.cache.store import HiddenSettings, read_index
 from ...trainers.options import AUTO, MEMORY, NEVER
 from .memory_tracker import Peak
@@ -184,7 +182,7 @@ def _tokens(row: Any, form: str, tokenizer: "PreTrainedTokenizerBase", text: str
         messages = row["prompt"] + row.get("completion", [])
     else:
         messages = row["messages"]
-    from ...trainers.chat_checks import fitting
+    from ...trainers.chat_template import fitting
 
     options: Any = {"add_generation_prompt": form == "prompt", **(row.get("chat_template_kwargs") or {})}
     rendered: Any = tokenizer.apply_chat_template(fitting(messages, tokenizer), return_dict=True, **options)

@@ -14,15 +14,27 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ...losses.plan import LOSS_TYPES, plan_of
-from ..data.demo_model import DEMO_MODELS, DemoModel
-from ..environment import versions
-from ..metric_rows import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, shown_rows
-from .tables import change, count, duration, figure, memory, parameters, shown, teacher_text
+from ..losses.plan import LOSS_TYPES, plan_of
+from .data.demo import DEMO_MODELS, DemoModel
+from .launch import versions
+from .reports.tables import (
+    DISTILL_ROWS,
+    OTHER_TOKENS_ROWS,
+    SFT_ROWS,
+    change,
+    count,
+    duration,
+    figure,
+    memory,
+    parameters,
+    shown,
+    shown_rows,
+    teacher_text,
+)
 
 if TYPE_CHECKING:
-    from ...config.run_config import RunConfig
-    from ..results import RunResults
+    from ..config.run_config import RunConfig
+    from .results import RunResults
 
 NAME = "README.md"
 _DEMO = "demo:"
