@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import call, done, end_of, metrics, save_models, settings, without_report, write_rows
+from commands import call, done, end_of, metrics, refused, save_models, settings, without_report, write_rows
 from planted import PLACES, Plant
 from processes import run_on
 from quick_cases import slow_but
@@ -206,8 +206,7 @@ def refuse(*args, **kwargs):
      (("lora_target_modules=[nothing]", "use_peft=true"), 2, "LigerTrainer refuses these settings")],
 )  # fmt: skip
 def test_what_is_seen_with_the_weights_is_a_message_too(run, overrides, code, message):
-    found, _, err = run(SETTINGS, *overrides)
-    assert found == code and message in err and "Traceback" not in err
+    refused(run(SETTINGS, *overrides), code, message)
 
 
 @pytest.mark.parametrize(
@@ -247,9 +246,7 @@ def test_bad_input_is_told_before_weights_are_loaded(run, tmp_path, monkeypatch,
     (tmp_path / "other.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
 
     (tmp_path / "null.jsonl").write_text('{"prompt": "a", "completion": null}\n{"prompt": "a", "completion": "b"}\n')
-    found, _, err = run(SETTINGS, *overrides.split())
-    assert found == code, err
-    assert message in err and "Traceback" not in err
+    refused(run(SETTINGS, *overrides.split()), code, message)
     assert not (tmp_path / "out").exists()
 
 
@@ -264,8 +261,7 @@ def test_evaluations_on_the_way_and_the_best_model(run, tuned, tmp_path):
     code, _, err = run(SETTINGS, *often, "metric_for_best_model=perplexitty", "output_dir=other")
     assert code == 2 and "metric_for_best_model: expected one of" in err and "perplexity" in err
     if not find_spec("bitsandbytes"):
-        code, _, err = run(SETTINGS, "optim=adamw_8bit", "output_dir=other")
-        assert code == 2 and "optim: adamw_8bit: " in err and "bitsandbytes" in err
+        refused(run(SETTINGS, "optim=adamw_8bit", "output_dir=other"), 2, "optim: adamw_8bit: ", "bitsandbytes")
 
 
 def test_a_padded_vocabulary_is_no_other_tokenizer(run, tmp_path):
@@ -281,14 +277,12 @@ def test_a_padded_vocabulary_is_no_other_tokenizer(run, tmp_path):
 def test_an_earlier_run_is_not_overwritten_unasked(run, tuned, tmp_path):
     """Resuming would go on from its checkpoint with the highest step, and save_total_limit would keep that."""
     shutil.copytree(tuned[0] / "out", tmp_path / "out")
-    code, _, err = run(SETTINGS)
-    assert code == 2 and "holds a finished run" in err and "overwrite_output_dir=true" in err
+    refused(run(SETTINGS), 2, "holds a finished run", "overwrite_output_dir=true")
     assert metrics(tmp_path / "out") == metrics(tuned[0] / "out")
     (tmp_path / "out" / "metrics.json").unlink()
     earlier = tmp_path / "out" / "checkpoint-9"
     earlier.mkdir()
-    code, _, err = run(SETTINGS)
-    assert code == 2 and "out holds checkpoint-9 of an earlier run; set resume_from_checkpoint=true" in err
+    refused(run(SETTINGS), 2, "out holds checkpoint-9 of an earlier run; set resume_from_checkpoint=true")
     code, _, err = run(SETTINGS, "overwrite_output_dir=true", "model_name_or_path=out/checkpoint-9")
     assert code == 2 and "out/checkpoint-9 is also model_name_or_path" in err and earlier.is_dir()
     assert run(SETTINGS, "overwrite_output_dir=true", "max_steps=1")[0] == 0
@@ -300,8 +294,7 @@ def test_files_of_no_run_are_not_replaced_unasked(run, tmp_path):
     out.mkdir()
     (out / "README.md").write_text("mine")
     (out / "notes.txt").write_text("mine")
-    code, _, err = run(SETTINGS)
-    assert code == 2 and "out holds README.md, which no run wrote" in err and "overwrite_output_dir=true" in err
+    refused(run(SETTINGS), 2, "out holds README.md, which no run wrote", "overwrite_output_dir=true")
     assert (out / "README.md").read_text() == "mine"
     once = (SETTINGS, "max_steps=1", "save_strategy=no")
     assert run(*once, "overwrite_output_dir=true")[0] == 0
@@ -326,8 +319,7 @@ def test_two_processes_train_as_one(run, tuned, tmp_path):
 def test_wrong_rows_are_left_out_and_counted(run, tmp_path):
     wrong = [{"prompt": "w1", "completion": True}, {"prompt": "w1"}, {"prompt": "w1", "completion": 3}]
     write_rows(tmp_path / "rows.jsonl", [*wrong, *map(chat, range(17))])
-    code, _, err = run(SETTINGS)
-    assert code == 4 and "Wrong rows: 3." in err
+    refused(run(SETTINGS), 4, "Wrong rows: 3.")
     out, _ = done(run(SETTINGS, "bad_rows=skip", "max_steps=1"))
     assert "rows skipped 3" in out.replace("│ ", "").replace(" │", "")
     data = metrics(tmp_path / "out")["data"]
@@ -371,12 +363,10 @@ def half_a_bin(folder: Path) -> None:
 def test_a_broken_model_is_one_message(run, tmp_path, harm, message):
     shutil.copytree(tmp_path / "student", tmp_path / "broken")
     harm(tmp_path / "broken")
-    code, _, err = run(SETTINGS, "model_name_or_path=broken")
-    assert code == 2 and message in err and "model_name_or_path" in err and "Traceback" not in err, err
+    refused(run(SETTINGS, "model_name_or_path=broken"), 2, message, "model_name_or_path")
     assert not (tmp_path / "out").exists()
     if harm is not larger_tokenizer:  # a teacher may have more tokens than it shares
-        code, _, err = run(SETTINGS + TEACHER, "teacher_model_name_or_path=broken")
-        assert code == 2 and message in err and "Traceback" not in err, err
+        refused(run(SETTINGS + TEACHER, "teacher_model_name_or_path=broken"), 2, message)
 
 
 def test_a_training_that_diverges_ends_with_the_checkpoint_before(run, tmp_path):
@@ -427,8 +417,7 @@ def test_a_metric_of_the_trained_model_that_is_nan_is_the_exit_code_and_in_the_m
         return replace(result, metrics=result.metrics | wrong)
 
     monkeypatch.setattr(recipe, "measure", last_is_nan)
-    code, _, err = run(SETTINGS)
-    assert code == 5 and "the trained model's loss is NaN" in err
+    refused(run(SETTINGS), 5, "the trained model's loss is NaN")
     assert metrics(tmp_path / "out")["after"]["loss"] == "nan"
 
 

@@ -11,6 +11,7 @@ import transformers
 import yaml
 from commands import call, write_rows
 from peft import LoraConfig, get_peft_model
+from recorders import calls_of
 from tiny import FAMILIES, SIZES, VOCAB, tiny_model, tiny_tokenizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -25,6 +26,7 @@ from liger_trainer.tools.estimate.stand_ins import MomentsOptimizer
 from liger_trainer.tools.estimate.step_spec import Sharding
 
 ADAMW = functools.partial(torch.optim.AdamW, fused=True)
+FOREACH = functools.partial(torch.optim.AdamW, foreach=True)
 
 WIDE: Any = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
@@ -213,6 +215,53 @@ def test_a_teacher_takes_its_weights_and_its_last_hidden_states(itself):
     assert parts(memory, "loss")["teacher weights"] == pytest.approx(expected, rel=0.01)
     size = 4 if itself else 2
     assert parts(memory, "loss")["teacher activations"] == pytest.approx(2 * 128 * 256 * size, rel=0.1)
+
+
+class _EveryMoment(memory_simulation._TrainerSteps):
+    """Two whole steps of a Trainer, instead of the moments of them that can be the highest."""
+
+    def run(self):
+        for _ in range(2):
+            for _ in range(min(self.spec.accumulation, 2)):
+                self._micro_batch()
+            with self.tracker.during("optimizer", "optimizer temporaries"):
+                torch.nn.utils.clip_grad_norm_(self.trained, self.spec.max_grad_norm, foreach=True)
+                self.optimizer.step()
+                self.tracker.add(memory_simulation._states(self.optimizer), "optimizer state")
+            self.student.zero_grad()
+
+
+def _with_an_unused_weight(build, spec, by_lengths):
+    model = build(spec, by_lengths)
+    model.unused = torch.nn.Linear(100, 100, bias=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "family, accumulation, options",
+    [
+        pytest.param("llama", 4, {"autocast": torch.bfloat16, "checkpointing": {}}, marks=pytest.mark.slow),
+        pytest.param("qwen3", 1, {"autocast": torch.bfloat16, "checkpointing": {}, "peft": LORA, "optimizer": FOREACH},
+                     marks=pytest.mark.slow),
+        ("gemma3", 4, {"loss": LossOptions(distillation=Distillation())}),  # with a teacher
+    ],
+)  # fmt: skip
+def test_one_micro_batch_finds_the_peaks_of_two_whole_steps(family, options, accumulation, monkeypatch):
+    model = ModelSpec(config_of(family), torch.float32)
+    teacher = model if "loss" in options else None
+    made = functools.partial(_with_an_unused_weight, memory_simulation._built)
+    monkeypatch.setattr(memory_simulation, "_built", made)
+    spec = step(student=model, teacher=teacher, accumulation=accumulation, **options)
+    batches = calls_of(monkeypatch, memory_simulation._TrainerSteps, "_micro_batch")
+    found = simulate(spec)
+    assert len(batches) == 1
+    monkeypatch.setattr(memory_simulation, "_TrainerSteps", _EveryMoment)
+    every = simulate(spec)
+    assert found.peaks.keys() == every.peaks.keys()
+    for phase, peak in every.peaks.items():  # gradients that one operation makes may lie in one block
+        assert found.peaks[phase].bytes == pytest.approx(peak.bytes, abs=2 * BLOCK)
+        for part in peak.parts:
+            assert found.peaks[phase].parts[part] == pytest.approx(peak.parts[part], abs=2 * BLOCK)
 
 
 @pytest.mark.parametrize(
