@@ -84,6 +84,12 @@ def patch_rope(model):
     return patch(model, only("rope"))
 
 
+def pair(model):
+    """A copy as it was, the model with our rotations, and what was swapped."""
+    plain = copy.deepcopy(model)
+    return plain, model, patch_rope(model).report.swapped
+
+
 def assert_same(model, plain, rtol=1e-5, loss_rtol=1e-5):
     assert_same_step(model, plain, rtol=rtol, loss_rtol=loss_rtol)
 
@@ -99,14 +105,12 @@ def calls(monkeypatch) -> dict[str, list]:
 )
 def test_loss_and_gradients(request, name, path, calls):
     model = model_of(name, **({"num_hidden_layers": 1} if path == "triton" else {}))
-    plain, (kind, modules, times) = copy.deepcopy(model), CASES[name][2:]
-    patched = patch_rope(model)
+    plain, (kind, modules, times), report = copy.deepcopy(model), CASES[name][2:], patch_rope(model).report
     if path == "triton":
         request.getfixturevalue("kernels")
         assert_same(model, plain)
         return
-    assert patched.report.swapped == {kind: modules}
-    assert not [name for name in patched.report.left_alone if "Attention" in name]
+    assert report.swapped == {kind: modules} and not [name for name in report.left_alone if "Attention" in name]
     assert_same(model, plain)
     (other,) = calls.keys() - {kind}
     assert times in (None, len(calls[kind])) and calls[kind] and not calls[other]
@@ -127,9 +131,7 @@ def test_generation_with_a_cache(name, calls):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_training_with_checkpointing_and_dropout(name):
-    model = model_of(name, attention_dropout=0.2)
-    plain = copy.deepcopy(model)
-    patch_rope(model)
+    plain, model, _ = pair(model_of(name, attention_dropout=0.2))
     for each in (model, plain):
         each.train().gradient_checkpointing_enable({"use_reentrant": False})
     assert_same(model, plain)
@@ -141,9 +143,7 @@ def test_training_with_checkpointing_and_dropout(name):
      ("codegen", torch.bfloat16), ("gptj", torch.bfloat16)],
 )  # fmt: skip
 def test_autocast(name, dtype):
-    model = model_of(name).to(dtype)
-    plain = copy.deepcopy(model)
-    patch_rope(model)
+    plain, model, _ = pair(model_of(name).to(dtype))
     with torch.autocast("cpu", torch.bfloat16):
         assert_same(model, plain, 8e-2, 5e-2)
 
@@ -152,8 +152,8 @@ def test_norms_that_are_changed_in_place():
     """OLMoE clips its queries between norm and rotation."""
     model = model_of("olmoe")
     model.config.clip_qkv = 0.5
-    plain = copy.deepcopy(model)
-    assert patch_rope(model).report.swapped == {FUSED: 2}
+    plain, model, swapped = pair(model)
+    assert swapped == {FUSED: 2}
     with torch.no_grad():  # in place on a norm's output, which its backward needs
         torch.testing.assert_close(model(**masked_batch()).logits, plain(**masked_batch()).logits)
 
@@ -172,9 +172,7 @@ def test_weights_that_come_and_go(calls):
 
 
 def test_compiled_with_graph_breaks():
-    model = model_of("qwen3", num_hidden_layers=1)
-    plain = copy.deepcopy(model)
-    patch_rope(model)
+    plain, model, _ = pair(model_of("qwen3", num_hidden_layers=1))
     torch._dynamo.reset()
     for layer in model.model.layers:
         layer.self_attn.q_proj.register_forward_hook(torch.compiler.disable(lambda module, args, output: None))
@@ -213,9 +211,7 @@ def test_heads_of_few_columns(request, name, head_dim, path):
 )  # fmt: skip
 def test_hooks_on_one_of_the_norms_count(norm, kind, calls):
     """Each doubles the tensor that it is given; the other norm waits all the same."""
-    model = model_of("qwen3")
-    plain = copy.deepcopy(model)
-    patch_rope(model)
+    plain, model, _ = pair(model_of("qwen3"))
     seen = []
 
     def double(module, *given):
@@ -398,9 +394,8 @@ HALF = "cos, sin = cos[..., :2].repeat(1, 1, 2), sin[..., :2].repeat(1, 1, 2)"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_code_around_the_rotation(call, function, kind, called, dtype, calls, monkeypatch):
     """Narrow queries meet wide weights after they are rounded, and not before."""
-    model = Wrapped(attention_of(call, function, monkeypatch))
-    plain = copy.deepcopy(model)
-    assert patch_rope(model).report.swapped == {kind: 1}
+    plain, model, swapped = pair(Wrapped(attention_of(call, function, monkeypatch)))
+    assert swapped == {kind: 1}
     x, (cos, sin) = torch.randn(2, 4, 5, 8), (torch.randn(1, 5, 4).repeat(1, 1, 2) for _ in range(2))
     results = []
     for each in (model, plain):

@@ -13,7 +13,6 @@ from commands import call, write_rows
 from peft import LoraConfig, get_peft_model
 from recorders import calls_of
 from tiny import FAMILIES, SIZES, VOCAB, tiny_model, tiny_tokenizer
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_trainer.losses.spec import Distillation, LossOptions
 from liger_trainer.patching.patcher import base_of, patch
@@ -64,41 +63,6 @@ def weights(spec: StepSpec, part: Any = None) -> int:
     """The bytes of a model's weights, or of a part's, in whole blocks."""
     part = built(spec) if part is None else part
     return sum(-(-p.numel() * spec.student.dtype.itemsize // BLOCK) * BLOCK for p in part.parameters())
-
-
-def _trained(tracker: MemoryTracker) -> dict:
-    linear = torch.nn.Linear(256, 256, bias=False)
-    tracker.add([linear.weight], "student weights")
-    with tracker:
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16), tracker.during("forward"):
-                loss = linear(linear(torch.ones(64, 256))).float().sum()
-            with tracker.during("backward"):
-                loss.backward()
-            linear.zero_grad()
-    return tracker.peaks
-
-
-def test_the_tracker_sees_the_same_with_and_without_data():
-    with FakeTensorMode():
-        without = _trained(MemoryTracker())
-    assert without == _trained(MemoryTracker())
-    assert without["forward"].parts["autocast copies"] == 2 * 256 * 256  # one copy of the weight, made once
-
-
-def test_the_tracker_counts_storages_once_until_they_are_freed():
-    tracker = MemoryTracker()
-    with tracker, tracker.during("work"):
-        x = torch.empty(1000)  # 4,000 bytes take eight blocks
-        y = x.view(10, 100)[2:]
-        assert tracker.live["work"] == 8 * BLOCK
-        del x
-        assert tracker.live["work"] == 8 * BLOCK
-        tracker.add([y], "kept")
-        assert (tracker.live["work"], tracker.live["kept"]) == (0, 8 * BLOCK)
-        del y
-        assert tracker.bytes == 0
-    assert tracker.peaks["work"].bytes == 8 * BLOCK
 
 
 def test_parts_of_full_training_are_what_is_known_of_them():
