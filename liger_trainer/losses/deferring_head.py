@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from ..common.replacements import own_attribute, replaced_in_this_thread, without_replacement
-from ..common.zero3 import gathered, is_partitioned
+from ..compat.deepspeed import gathered, is_partitioned
 from ..errors import ConfigError
 from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..kernels.linear_log_probs import LogProbs, linear_log_probs

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..common.hooks import is_hooked_by_others
 from ..common.replacements import own_attribute
-from ..common.zero3 import is_needed_in, is_partitioned, need_in, shape_of
+from ..compat.deepspeed import is_needed_in, is_partitioned, need_in, shape_of
+from ..compat.modules import is_hooked_by_others
 from ..errors import ConfigError
 from ..kernels.types import Lora, VocabParallel
 from ..plugins import KEEPS_ROWS, load

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from ..common.hooks import is_of_deepspeed
 from ..common.replacements import Replacements
+from ..compat.modules import is_of_deepspeed
 from ..errors import ConfigError
 from ..losses.answers import stored_logits_loss
 from ..losses.deferred_logits import DeferredLogits

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ..common.console import announce
 from ..common.replacements import Replacements
-from ..common.zero3 import is_partitioned
+from ..compat.deepspeed import is_partitioned
 from ..errors import ConfigError, MaterializedLogitsWarning
 from ..kernels.linear_log_probs import linear_log_probs
 from ..losses.deferring_head import ScoredLogits, scored_logits

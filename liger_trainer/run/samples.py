@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 from trl import prepare_multimodal_messages
 
 from ..common.console import is_main_process, visible
-from ..common.zero3 import is_partitioned, shape_of
+from ..compat.deepspeed import is_partitioned, shape_of
 from ..losses.model_parts import device_of, known_positions
 from ..patching.patcher import base_of
 from ..trainers.chat_template import ANSWERS, fitting

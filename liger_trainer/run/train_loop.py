@@ -24,7 +24,7 @@ from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
 from ..common.console import on_first_rank
 from ..common.files import BEFORE, METRICS
 from ..common.signals import handling
-from ..common.zero3 import shape_of
+from ..compat.deepspeed import shape_of
 from ..errors import ConfigError, Interrupted, OutOfTimeError
 from ..trainers.metrics import tokens_before
 from ..trainers.sft_trainer import LigerTrainer

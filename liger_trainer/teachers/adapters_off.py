@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 
-from ..common.zero3 import is_partitioned
+from ..compat.deepspeed import is_partitioned
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.spec import Logits

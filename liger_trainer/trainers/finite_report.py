@@ -23,7 +23,7 @@ from torch.nn.utils import get_total_norm
 from ..common.checkpoints import checkpoints_in, set_aside, step_of
 from ..common.console import is_main_process
 from ..common.files import CONFIG, STATE
-from ..common.zero3 import share_of
+from ..compat.deepspeed import share_of
 from ..errors import NonFiniteError
 from .rows import values_of
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trl.trainer.utils import pad
 
-from ..common.zero3 import whole_for_many_passes
+from ..compat.deepspeed import whole_for_many_passes
 from ..errors import ConfigError
 from ..losses.model_parts import device_of
 from ..patching.patcher import base_of

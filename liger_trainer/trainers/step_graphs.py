@@ -11,8 +11,8 @@ from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..common.console import announce
-from ..common.module_walks import without_walks
 from ..common.replacements import Replacements
+from ..compat.modules import without_walks
 from ..errors import ConfigError
 from ..losses.model_parts import reads_images
 from ..losses.spec import IGNORE_INDEX

@@ -73,7 +73,7 @@ def lines(rows: Iterable[dict]) -> str:
 
 
 def save_models(folder: Path, *names: str, **options: Any) -> None:
-    """Save models with tied embeddings, each of a seed of its own, and their tokenizer."""
+    """Save models with tied embeddings, each of another seed, and their tokenizer."""
     for seed, name in enumerate(names):
         tiny_model("llama_tied", seed=seed, **options).save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)

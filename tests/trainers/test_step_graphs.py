@@ -16,8 +16,8 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import LigerConfig, LigerTrainer
-from liger_trainer.common.module_walks import without_walks
 from liger_trainer.common.replacements import Replacements
+from liger_trainer.compat.modules import without_walks
 from liger_trainer.errors import ConfigError
 from liger_trainer.losses.spec import IGNORE_INDEX
 from liger_trainer.trainers import step_graphs

@@ -1,7 +1,7 @@
 """The names of transformers, TRL and accelerate that the trainers rely on without a promise of those libraries.
 
 They are overridden private methods, attributes that no documentation names, and functions that are replaced for a
-while. Nothing here runs in a training: tests/trainers/test_seams.py compares the table with the installed releases and
+while. Nothing here runs in a training: tests/compat/test_table.py compares the table with the installed releases and
 with the trainers' source, so that a release which changes one of them breaks with a sentence.
 """
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from .hooks import is_of_deepspeed
+from .modules import is_of_deepspeed
 
 
 def is_partitioned(parameter: Any) -> bool:

@@ -12,12 +12,12 @@ import pytest
 from transformers import TrainerCallback
 from trl.trainer.sft_trainer import SFTTrainer
 
-from liger_trainer.trainers import seams
-from liger_trainer.trainers.seams import SEAMS
+import liger_trainer.trainers
+from liger_trainer.compat.table import SEAMS
 
 source_of = functools.cache(inspect.getsource)
-TRAINERS = Path(seams.__file__).parent
-FILES = [path for path in TRAINERS.glob("*.py") if path.name != "seams.py"]
+TRAINERS = Path(liger_trainer.trainers.__file__).parent
+FILES = [path for path in TRAINERS.glob("*.py")]
 FILES += [TRAINERS.parent / "extras" / "qat.py", TRAINERS.parent / "extras" / "vocab_parallel" / "trainer.py"]
 
 
@@ -53,7 +53,7 @@ def test_every_private_name_of_other_libraries_is_listed():
     overridden = {name for name in ours for cls in (SFTTrainer, TrainerCallback) if hasattr(cls, name)}
     foreign = {name for name in (used - ours) | overridden if re.match("_[a-z]", name, re.IGNORECASE)}
     listed = {seam.name.rpartition(".")[2] for seam in SEAMS}
-    assert foreign and foreign <= listed, f"missing in trainers/seams.py: {sorted(foreign - listed)}"
+    assert foreign and foreign <= listed, f"missing in compat/table.py: {sorted(foreign - listed)}"
 
 
 def test_no_seam_is_listed_that_nobody_uses():
