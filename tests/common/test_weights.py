@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from commands import call, settings, without_report, write_rows
+from commands import call, done, refused, settings, without_report, write_rows
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import completions, tiny_model, tiny_tokenizer
@@ -41,7 +41,7 @@ def saved(directory: Path, *lost: str, family: str = "llama", shards: str = "1GB
 
 @pytest.fixture
 def cli(tmp_path, monkeypatch, capsys):
-    """The command line beside two whole models, rows and configurations: exit code and stderr."""
+    """The command line beside two whole models, rows and configurations."""
     monkeypatch.chdir(tmp_path)
     without_report(monkeypatch)
     for seed, name in enumerate(("student", "teacher")):
@@ -49,7 +49,7 @@ def cli(tmp_path, monkeypatch, capsys):
     write_rows(tmp_path / "rows.jsonl", completions(10).to_list())
     for name, text in (("sft", SETTINGS), ("distill", DISTILL), ("cache", f"{DISTILL}teacher_cache_dir: cache\n")):
         (tmp_path / f"{name}.yaml").write_text(text)
-    return lambda *words: call(capsys, *words)[::2]
+    return lambda *words: call(capsys, *words)
 
 
 COMMANDS = {
@@ -71,9 +71,9 @@ COMMANDS = {
 def test_a_tensor_that_is_missing_ends_each_command(name, cli, tmp_path):
     command, config, broken, *overrides = COMMANDS[name]
     change(tmp_path / broken, HEAD)
-    code, err = cli(command, config, *overrides)
-    assert code == 2 and f"missing: {HEAD}" in err and "LlamaForCausalLM" in err and "allow_missing_weights" in err
-    assert ("teacher" if broken == "teacher" else "model_name_or_path") in err
+    named = "teacher" if broken == "teacher" else "model_name_or_path"
+    said = (f"missing: {HEAD}", "LlamaForCausalLM", "allow_missing_weights", named)
+    refused(cli(command, config, *overrides), 2, *said)
     written = {file.name for name in ("out", "out-student", "cache") for file in tmp_path.glob(f"{name}/**/*")}
     assert written <= {"README.md", ".lock"}
 
@@ -88,25 +88,23 @@ def test_unless_that_is_meant(name, cli, tmp_path):
     command, config, broken, *overrides = COMMANDS[name]
     for each in {broken, *(["teacher"] if config == "distill.yaml" else [])}:
         change(tmp_path / each, HEAD, extra=torch.zeros(2))
-    code, err = cli(command, config, *overrides, "allow_missing_weights=true")
-    assert code == 0, err
+    done(cli(command, config, *overrides, "allow_missing_weights=true"))
 
 
 def test_a_run_or_an_adapter_whose_weights_are_gone(cli, tmp_path):
-    assert cli("run", "sft.yaml", "output_dir=whole")[0] == 0 == cli("eval", "whole")[0]
+    done(cli("run", "sft.yaml", "output_dir=whole"))
+    done(cli("eval", "whole"))
     change(tmp_path / "whole", LAYER)
-    code, err = cli("eval", "whole")
-    assert code == 2 and f"missing: {LAYER}" in err
-    assert cli("run", "sft.yaml", "use_peft=true", "lora_target_modules=[q_proj,v_proj]")[0] == 0
-    assert cli("eval", "out")[0] == 0 and cli("merge", "out", "merged")[0] == 0
-    change(tmp_path / "out", "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight")
+    refused(cli("eval", "whole"), 2, f"missing: {LAYER}")
+    done(cli("run", "sft.yaml", "use_peft=true", "lora_target_modules=[q_proj,v_proj]"))
+    done(cli("eval", "out"))
+    done(cli("merge", "out", "merged"))
+    lost = "base_model.model.model.layers.1.self_attn.q_proj.lora_B"
+    change(tmp_path / "out", f"{lost}.weight")
     for command in (("eval", "out"), ("merge", "out", "again")):
-        code, err = cli(*command)
-        assert code == 2 and "out has no weights for some layers of student" in err
-        assert "Missing: base_model.model.model.layers.1.self_attn.q_proj.lora_B" in err
+        refused(cli(*command), 2, "out has no weights for some layers of student", f"Missing: {lost}")
     change(tmp_path / "student", HEAD)
-    code, err = cli("merge", "out", "again")
-    assert code == 2 and f"missing: {HEAD}" in err
+    refused(cli("merge", "out", "again"), 2, f"missing: {HEAD}")
 
 
 # In Python
@@ -129,12 +127,12 @@ def _called_back(teacher, **kwargs):
 def test_a_missing_tensor_of_a_model_that_python_names(tmp_path):
     whole, broken = saved(tmp_path / "whole", seed=1), saved(tmp_path / "broken", LAYER)
     allowed = {"allow_missing_weights": True}
-    for refused in (
+    for load_it in (
         lambda: _tuning(broken), lambda: _distillation(broken, whole), lambda: _distillation(whole, broken),
         lambda: _called_back(broken), lambda: AutoLigerKernelForCausalLM.from_pretrained(broken),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"missing: {LAYER}"):
-            refused()
+            load_it()
     _tuning(broken, model_init_kwargs=allowed).train()
     _distillation(whole, broken, teacher_model_init_kwargs=allowed).train()
     _distillation(broken, broken, **allowed).train()

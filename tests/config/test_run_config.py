@@ -99,6 +99,10 @@ def test_command_line_beats_file_beats_recipe_beats_trl(load):
         ("attention: flash", "attention: expected one of auto, model, got 'flash'"),
         ("recipe: distil", "recipe: expected one of sft, distill, got 'distil' (text). Did you mean distill?"),
         ("env: {OMP_NUM_THREADS: 1, PYTHONPATH: /x}", "env: PYTHONPATH is none of the variables that a configuration"),
+
+        ("report_to: tensorbord", "got 'tensorbord'. Did you mean tensorboard?"),
+        ("report_to: [wandb, none]", "'none' stands alone"),
+        ("report_to: 5", "report_to: expected null or text or a list of text, got 5"),
         # keys that have no effect here, or are gone
         ("do_predict: true", "do_predict: not supported: a run ends with an evaluation"),
         ("max_seq_length: 9\nmax_length: 8", "is the former name of max_length, which is set too"),

@@ -310,6 +310,19 @@ def test_other_calls_go_to_the_models_function():
     assert cos.grad is not None  # angles that train
 
 
+@pytest.mark.parametrize("cast", [True, False])
+def test_dtypes(cast):
+    function = function_with(halves, cast=cast)
+    ours = rotary.replacement(function, proof(function, "halves"))
+    q, k = (torch.randn(2, heads, 5, 8, dtype=torch.bfloat16) for heads in (4, 2))
+    cos, sin = (torch.randn(1, 5, 4).repeat(1, 1, 2) for _ in range(2))
+    for a, b in zip(function(q, k, cos, sin), ours(q, k, cos, sin), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+    with torch.autocast("cpu", torch.bfloat16):  # the products that follow would narrow it again
+        assert ours(q, k, cos, sin)[0].dtype == torch.bfloat16
+
+
 # Code of attention
 
 

@@ -2,7 +2,6 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -80,18 +79,7 @@ def test_frozen_layers_are_left_alone():
     assert "shared input" not in patch(model).report.swapped
 
 
-class Layers(nn.Module):
-    q: Any
-    k: Any
-    v: Any
-    w: Any
-    u: Any
-    out: Any
-    drop: Any
-    norm: Any
-
-
-class Attention(Layers):
+class Attention(nn.Module):
     def forward(self, hidden, mask=None):
         shape = hidden.shape
         q, k = self.q(hidden).view(shape), self.k(hidden)
@@ -99,12 +87,12 @@ class Attention(Layers):
         return self.out(q + k + v, scale=2)
 
 
-class Several(Layers):
+class Several(nn.Module):
     def forward(self, hidden, states):
         return self.q(hidden) + self.k(states) + self.v(states)
 
 
-class Conditional(Layers):
+class Conditional(nn.Module):
     def forward(self, hidden, cross):
         q = self.q(hidden)
         k = self.k(hidden) if cross is None else cross
@@ -113,14 +101,14 @@ class Conditional(Layers):
         return q + k + v + [self.w(hidden) for _ in range(2)][0] + (cross or self.u(hidden))
 
 
-class Reassigned(Layers):
+class Reassigned(nn.Module):
     def forward(self, hidden):
         q = self.q(hidden)
         hidden = self.norm(hidden)
         return q + self.k(hidden)
 
 
-class Twice(Layers):
+class Twice(nn.Module):
     def forward(self, hidden):
         return self.q(hidden) + self.k(hidden) + self.k(hidden) + self.v(hidden, 1) + self.w(x=hidden)
 

@@ -11,7 +11,7 @@ import transformers
 from packed import SquareTensors, documents, flash_by_definition, packed
 from tiny import FAMILIES, VOCAB, assert_same_gradients, named_gradients, spread_weights, tiny_model
 from transformers import masking_utils
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.errors import ConfigError
@@ -237,6 +237,30 @@ def test_masks_that_say_more_are_made_as_before():
         masking_utils.and_masks(masking_utils.causal_mask_function, lambda *_: True),
     ):
         assert structure_of(function) is None
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"q_length": 6, "kv_length": 6},  # what an eager model reads where a row proves to be one document
+        {"q_length": 6, "kv_length": 9},  # a cache of fixed size
+        {"q_length": 6, "kv_length": 6, "q_offset": 3},
+        {"q_length": 6, "kv_length": 6, "q_offset": torch.tensor(0)},
+        {"q_length": 1, "kv_length": 1},
+    ],
+    ids=str,
+)
+def test_masks_are_made_as_before(name, sizes):
+    how = {"batch_size": 2, "dtype": torch.float64, "device": "cpu", "local_size": 3, **sizes,
+           "mask_function": masking_utils.sliding_window_causal_mask_function(3)}  # fmt: skip
+    got, want = (ALL_MASK_ATTENTION_FUNCTIONS[each](**how) for each in (NAMES[name], name))
+    waits = isinstance(got, DocumentMask)
+    assert waits == (sizes == {"q_length": 6, "kv_length": 6})
+    if waits:
+        assert got.window == 3
+        got = got.tensor
+    assert (got is None and want is None) or torch.equal(got, want)
 
 
 def test_a_document_mask_is_no_tensor():

@@ -212,19 +212,6 @@ def test_the_trackers_are_those_of_transformers():
     assert set(INTEGRATION_TO_CALLBACK) <= set(trackers.TRACKERS)
 
 
-@pytest.mark.parametrize(
-    ("value", "complaint"),
-    [
-        ("tensorbord", "got 'tensorbord'. Did you mean tensorboard?"),
-        ("[wandb, none]", "'none' stands alone"),
-        ("5", "expected null or text or a list of text, got 5"),
-    ],
-)
-def test_an_unknown_tracker_is_found_by_validate(capsys, value, complaint):
-    code, _, printed = call(capsys, "validate", "smollm2/sft_full", f"report_to={value}")
-    assert code == 2 and "report_to: " in printed and complaint in printed
-
-
 @pytest.mark.parametrize("value", ["none", "all", "[none]", "[]", "null", "[wandb, tensorboard]", "kubeflow"])
 def test_known_trackers_are_valid_whether_installed_or_not(value):
     load_run_config("smollm2/sft_full", [f"report_to={value}"])

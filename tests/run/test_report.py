@@ -289,39 +289,15 @@ def test_numbers_that_are_none(make, no_curves):
     assert points(read_run(folder), "loss") == ([0, 1, 2], [1.0] * 3)
 
 
-@pytest.fixture
-def told(capsys):
-    """What `report` says as it ends with a code, in one line."""
-
-    def report(code: int, *arguments) -> str:
-        found, _, printed = commands.call(capsys, "report", *arguments)
-        assert found == code and "Traceback" not in printed
-        return " ".join(printed.split())
-
-    return report
-
-
-def test_what_is_refused(make, tmp_path, told, no_curves):
-    folder, mine, empty = make("first"), tmp_path / "mine.html", tmp_path / "empty"
-    empty.mkdir()
-    (tmp_path / "wall").touch()
+def test_a_file_that_is_no_report_is_replaced_by_force(make, tmp_path, no_curves):
+    mine = tmp_path / "mine.html"
     mine.write_text("mine")
-    for arguments, message in (
-        ([tmp_path / "nowhere"], "no such directory"),
-        ([empty], "neither metrics.json, which a finished run has, nor a checkpoint with trainer_state.json"),
-        ([folder, folder / "."], "is given twice"),
-        ([folder, "--output", folder / "metrics.json"], "expected a name that ends in .html"),
-        ([folder, "--output", mine], "mine.html exists, and is no report"),
-        ([folder, "--output", tmp_path / "wall" / "a.html"], "cannot be written"),
-        ([], "Missing argument"),
-    ):
-        assert message in told(2, *arguments)
-    assert mine.read_text() == "mine"
+    folder = make("first")
     for force in (["--force"], []):  # the second time it is a report
-        told(0, folder, "--output", mine, *force)
+        assert end_of("report", folder, "--output", mine, *force) == 0
 
 
-def test_files_that_are_damaged(make, unfinished, told):
+def test_files_that_are_damaged(make, unfinished, capsys):
     metrics, state = make("first") / "metrics.json", unfinished / "checkpoint-7" / "trainer_state.json"
     text = metrics.read_text()
     for file, damaged, message in (
@@ -334,7 +310,8 @@ def test_files_that_are_damaged(make, unfinished, told):
         (state, '{"log_history": 1}', "expected the state of a Trainer"),
     ):
         file.write_text(damaged)
-        assert message in told(6, metrics.parent if file == metrics else unfinished)
+        folder = metrics.parent if file == metrics else unfinished
+        commands.refused(commands.call(capsys, "report", folder), 6, message)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,21 @@ def weights(spec: StepSpec, part: Any = None) -> int:
     return sum(-(-p.numel() * spec.student.dtype.itemsize // BLOCK) * BLOCK for p in part.parameters())
 
 
+def test_the_tracker_counts_storages_once_until_they_are_freed():
+    tracker = MemoryTracker()
+    with tracker, tracker.during("work"):
+        x = torch.empty(1000)  # 4,000 bytes take eight blocks
+        y = x.view(10, 100)[2:]
+        assert tracker.live["work"] == 8 * BLOCK
+        del x
+        assert tracker.live["work"] == 8 * BLOCK
+        tracker.add([y], "kept")
+        assert (tracker.live["work"], tracker.live["kept"]) == (0, 8 * BLOCK)
+        del y
+        assert tracker.bytes == 0
+    assert tracker.peaks["work"].bytes == 8 * BLOCK
+
+
 def test_parts_of_full_training_are_what_is_known_of_them():
     spec = step()
     memory = simulate(spec)
