@@ -66,6 +66,10 @@ class H100:
     ATTENTION_EXACT = 32, 32, 4, 1  # in fp32: products without tensor cores, which compile slowly if they are large
     ATTENTION_BOUNDS = 256  # tokens a program; not swept
 
+    # Sampling: keys of a block and warps; tiles of a row of logits, columns at a time, warps (not swept).
+    DECODE_ATTENTION = 64, 4
+    DRAW_TOKENS = 16, 1024, 4
+
     # Divergences of given distributions: entries and warps of a program, or of a step along a row; bytes of two rows
     # up to which two of them a multiprocessor stay in L2 between a forward's passes (not swept, from its size).
     GIVEN, GIVEN_LOGITS = (4096, 8), (4096, 16)

@@ -15,6 +15,10 @@ ALLOW_MISSING_WEIGHTS = (
 ALPACA_PROMPTS = ("instruction", "stanford", "stanford_text")
 
 
+AUTO, MODEL = "auto", "model"
+GRAPHS, GENERATE = "graphs", "generate"
+
+
 @dataclass
 class RowsConfig:
     """What is learned of rows, besides TRL's `assistant_only_loss` and `completion_only_loss`.
@@ -148,6 +152,12 @@ class SamplingConfig:
     generation_batch_size: int | None = option(
         None, "Prompts completed at once on a process; default: all of an optimizer step.", ge=1
     )
+    sampler: str = option(
+        AUTO,
+        "What samples in this process: CUDA graphs of the model's steps, transformers' generate, or auto: graphs on a "
+        "GPU for models that allow it.",
+        choices=[AUTO, GRAPHS, GENERATE],
+    )
     use_vllm: bool = option(False, "vLLM samples for the student; needs vllm.")
     vllm_mode: str = option("colocate", "In this process, or on a server.", choices=["colocate", "server"])
     vllm_model_impl: str = option("vllm", "vLLM's implementation of the model: vllm or transformers.")
@@ -170,7 +180,6 @@ class SamplingConfig:
                 yield f"{item.name} {why}"
 
 
-AUTO, MODEL = "auto", "model"
 ALWAYS, NEVER = "always", "never"
 FAST = "fast"
 MEMORY = {FAST: 0, "balanced": 2, "lean": 1}  # in every n-th decoder layer gate and up are made again; 0: in none

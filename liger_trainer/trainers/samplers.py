@@ -10,13 +10,17 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trl.trainer.utils import pad
 
+from ..common.console import announce
 from ..common.replacements import replaced
 from ..compat.deepspeed import whole_for_many_passes
 from ..errors import ConfigError
 from ..losses.model_parts import device_of
+from ..patching.graphs.layer_graphs import CudaRecorder
 from ..patching.patcher import base_of
 from ..teachers.vocabulary import end_tokens
 from .config import LigerDistillConfig
+from .options import AUTO, GENERATE, GRAPHS
+from .rollouts import NotServed, Rollouts
 from .rows import AllowedIds
 
 Tokens = list[int]
@@ -45,6 +49,7 @@ class ModelSampler:
     ):  # fmt: skip
         self._args, self._tokenizer, self._writable, self._autocast = args, tokenizer, writable, autocast
         self._reshards = reshards
+        self._rollouts: dict[int, Rollouts | None] = {}  # by the model's id; None: `generate` samples for it
 
     def sample(self, model: Any, prompts: Sequence[Tokens], seed: int) -> list[Tokens]:
         """Sample a completion for each prompt, with the token that ended it.
@@ -65,9 +70,36 @@ class ModelSampler:
             seeded(seed, device), in_eval_mode(model), no_router_logits(model), nothing_by_default(model),
             _gathered(model, self._reshards), torch.no_grad(), self._autocast(),
         ):  # fmt: skip
+            rollouts = self._rollouts_of(model, settings, device)
+            if rollouts is not None:
+                try:
+                    return rollouts.complete(prompts, seed, self._args.generation_batch_size)
+                except NotServed as reason:
+                    self._refuse(model, str(reason))
             for at in range(0, len(prompts), size):
                 completions += self._complete(model, prompts[at : at + size], settings, device)
         return [until_the_end(tokens, ends if isinstance(ends, list) else [ends]) for tokens in completions]
+
+    def _rollouts_of(self, model: Any, settings: GenerationConfig, device: torch.device) -> Rollouts | None:
+        """Return what decodes for a model in CUDA graphs, None where `generate` samples for it."""
+        wanted = getattr(self._args, "sampler", GENERATE)
+        if wanted == GENERATE or (wanted == AUTO and device.type != "cuda"):
+            return None
+        if id(model) not in self._rollouts:
+            try:
+                recorder = CudaRecorder if device.type == "cuda" else None
+                self._rollouts[id(model)] = Rollouts(model, settings, recorder)
+            except NotServed as reason:
+                self._refuse(model, str(reason))
+        return self._rollouts[id(model)]
+
+    def _refuse(self, model: Any, reason: str) -> None:
+        if self._args.sampler == GRAPHS:
+            raise ConfigError(f"sampler: graphs does not go with this model: {reason}.")
+        announce(
+            f"completions of {type(base_of(model)).__name__} are sampled by generate, not in CUDA graphs: {reason}."
+        )
+        self._rollouts[id(model)] = None
 
     def settings(self, model: Any) -> GenerationConfig:
         args = self._args

@@ -66,13 +66,13 @@ def why_not_packed(model: Any) -> str | None:
     for kind in {type(module) for module in model.modules()}:
         if asks_for_implementation(kind):
             return f"{kind.__name__} computes something else for each attention implementation"
-    eager = [module for module in _attention_modules(model) if module.config._attn_implementation == "eager"]
+    eager = [module for module in attention_modules(model) if module.config._attn_implementation == "eager"]
     if not all(map(flash.eager_of, eager)):
         return "the eager attention of the model is no function of its module"
     return None
 
 
-def _attention_modules(model: Any) -> Iterator[Any]:
+def attention_modules(model: Any) -> Iterator[Any]:
     """Yield the modules of causal attention that ask transformers' interface for their implementation."""
     for module in model.modules():
         if getattr(module, "is_causal", False) and getattr(module, "config", None) is not None:
@@ -83,7 +83,7 @@ def _attention_modules(model: Any) -> Iterator[Any]:
 
 def attention_configs(model: Any) -> list[Any]:
     """Return the configurations of causal attention that goes through transformers' interface."""
-    return list({id(module.config): module.config for module in _attention_modules(model)}.values())
+    return list({id(module.config): module.config for module in attention_modules(model)}.values())
 
 
 def asks_for_implementation(kind: type) -> bool:

@@ -1,0 +1,162 @@
+"""Attention of one new token a row over the keys and values that its row has kept; the new ones are kept too.
+
+    o = sum over j of softmax(scale * q k_j) v_j,   j from 0, or length - window + 1, to length
+
+Shapes    q, o: (B, Hq, D)   k, v: (B, Hk, D), Hq a multiple of Hk   keys, values: (slots, Hk, longest, D)
+          slots, lengths: (B,) int32: where a row's keys are, and how many it has. The new ones become number `length`
+Method    a program has the queries of one key head of one row, padded to 16 for the tensor cores. It writes the new key
+          and value, takes them from its registers, and walks over the others. Where keys and values lie is read from
+          `places` on the device: a CUDA graph of the op serves them wherever they are when it is replayed.
+Numerics  scores, softmax and sums in fp32; probabilities are cast to the values' dtype for the product, as in
+          FlashAttention
+Traffic   every kept key and value once
+"""
+
+import torch
+from torch import Tensor
+
+from ._autograd import stats_dtype
+from ._logits import transformed
+from ._triton import Launch, kept_launch, tl, triton, use_triton
+from ._tuning import SHAPES
+
+WIDEST = 256  # D
+
+
+def decode_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, *, scale: float,
+    softcap: float | None = None, window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Return in plain torch what the op must equal, and keep the new keys and values."""
+    slots, lengths = slots.long(), lengths.long()
+    keys[slots, :, lengths], values[slots, :, lengths] = k.to(keys.dtype), v.to(values.dtype)
+    dtype, group = stats_dtype(q.dtype), q.shape[1] // k.shape[1]
+    kept = (x[slots].to(dtype).repeat_interleave(group, 1) for x in (keys, values))
+    of_rows, to_add = kept
+    scores = torch.einsum("bhd,bhnd->bhn", q.to(dtype), of_rows) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    at, last = torch.arange(keys.shape[2], device=q.device), lengths[:, None]
+    seen = at <= last
+    if window is not None:
+        seen &= at > last - window
+    weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+    to_add = to_add.masked_fill(~seen[:, None, :, None], 0.0)  # what is behind the last key may be anything
+    return torch.einsum("bhn,bhnd->bhd", weights, to_add).to(q.dtype)
+
+
+@triton.jit
+def _kernel(
+    q_ptr, k_ptr, v_ptr, places_ptr, slots_ptr, lengths_ptr, o_ptr, q_row, q_head, k_row, k_head, v_row, v_head, scale,
+    softcap, window, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, KEPT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """places_ptr: int64, the addresses of keys and values, and `longest`."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length = tl.load(lengths_ptr + row)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    d, query = tl.arange(0, BLOCK_D), tl.arange(0, QUERIES)
+    columns = d < D
+    ours = (query[:, None] < GROUP) & columns[None, :]
+    heads = head * GROUP + query[:, None]
+    q = tl.load(q_ptr + row * q_row + heads * q_head + d[None, :], mask=ours, other=0.0)
+    k_new = tl.load(k_ptr + row * k_row + head * k_head + d, mask=columns, other=0.0)
+    v_new = tl.load(v_ptr + row * v_row + head * v_head + d, mask=columns, other=0.0)
+    first_key = (slot * HEADS + head) * tl.load(places_ptr + 2) * D
+    # A load through a table has lost what Triton knows of alignment, without which it reads 2 bytes at a time.
+    keys = tl.multiple_of(tl.load(places_ptr).to(tl.pointer_type(KEPT)), 16) + first_key
+    values = tl.multiple_of(tl.load(places_ptr + 1).to(tl.pointer_type(KEPT)), 16) + first_key
+    tl.store(keys + length.to(tl.int64) * D + d, k_new.to(KEPT), mask=columns)
+    tl.store(values + length.to(tl.int64) * D + d, v_new.to(KEPT), mask=columns)
+    # The new key is taken from registers: other threads of the program may not see yet what one has stored.
+    new = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1)
+    most, _ = transformed(new, scale, softcap, SOFTCAP, True)
+    total = tl.full((QUERIES,), 1.0, tl.float32)
+    o = tl.zeros((QUERIES, BLOCK_D), tl.float32) + v_new.to(tl.float32)[None, :]
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window + 1, 0) // BLOCK_N * BLOCK_N
+    n = tl.arange(0, BLOCK_N)
+    for start in range(first, length, BLOCK_N):
+        at = start + n
+        seen = at < length
+        if WINDOW:
+            seen = seen & (at > length - window)
+        k = tl.load(keys + at[None, :] * D + d[:, None], mask=seen[None, :] & columns[:, None], other=0.0)
+        scores, _ = transformed(tl.dot(q, k, input_precision=PRECISION), scale, softcap, SOFTCAP, True)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        more = tl.maximum(most, tl.max(scores, 1))
+        weights, kept = tl.exp2(scores - more[:, None]), tl.exp2(most - more)
+        v = tl.load(values + at[:, None] * D + d[None, :], mask=seen[:, None] & columns[None, :], other=0.0)
+        o = o * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        total = total * kept + tl.sum(weights, 1)
+        most = more
+    out = o_ptr + (row * HEADS * GROUP + heads) * D + d[None, :]
+    tl.store(out, (o / total[:, None]).to(o_ptr.dtype.element_ty), mask=ours)
+
+
+def places_of(keys: Tensor, values: Tensor) -> list[int]:
+    """Return what `places` holds for keys and values of one layer."""
+    return [keys.data_ptr(), values.data_ptr(), keys.shape[2]]
+
+
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, *, scale: float,
+    softcap: float | None = None, window: int | None = None, places: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute attention of one new token a row, without gradients, and keep its key and value.
+
+    Args:
+        q: (B, Hq, D), fp32, fp16 or bf16 (fp64: torch), D at most 256. Any strides with consecutive columns.
+        k, v: (B, Hk, D), of the new tokens; Hk divides Hq.
+        keys, values: (slots, Hk, longest, D), contiguous, in the dtype of q. Entry `lengths` of a row's
+            slot is written.
+        slots: (B,) int32; rows that share one write over each other.
+        lengths: (B,) int32, below `longest`: the keys that a row has kept.
+        scale: of the scores.
+        softcap: scores become softcap * tanh(score / softcap).
+        window: how many tokens each sees, itself among them.
+        places: (3,) int64 on the device, `places_of(keys, values)` of whatever keys and values a replay is to use.
+
+    Returns:
+        (B, Hq, D), contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    B, heads, D = q.shape
+    if k.shape != v.shape or k.shape[::2] != (B, D) or keys.shape != values.shape or keys.shape[1::2] != k.shape[1:]:
+        raise ValueError(
+            "q (B, Hq, D), k and v (B, Hk, D), keys and values (slots, Hk, longest, D) must share B, Hk and D: "
+            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}, {tuple(keys.shape)}, {tuple(values.shape)}."
+        )
+    if heads % k.shape[1] or D > WIDEST or q.dtype != keys.dtype:
+        raise ValueError(
+            f"Hk must divide Hq, D be at most {WIDEST}, and keys have the dtype of q: q is {tuple(q.shape)} {q.dtype}, "
+            f"keys {tuple(keys.shape)} {keys.dtype}."
+        )
+    how = {"scale": scale, "softcap": softcap, "window": window}
+    if not use_triton(q):
+        return decode_attention_reference(q, k, v, keys, values, slots, lengths, **how)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    o = q.new_empty(q.shape)
+    places = torch.tensor(places_of(keys, values), device=q.device) if places is None else places
+    if B:
+        _launch(q, k, v, keys.dtype, scale, softcap, window)(q, k, v, places, slots, lengths, o)
+    return o
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, kept: torch.dtype, scale: float, softcap: float | None, window: int | None
+) -> Launch:
+    B, heads, D = q.shape
+    group = heads // k.shape[1]
+    block, warps = SHAPES.DECODE_ATTENTION
+    return kept_launch(
+        _kernel, (B, k.shape[1]), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        scale, softcap or 1.0, window or 0, GROUP=group, HEADS=k.shape[1], D=D,
+        BLOCK_D=max(16, triton.next_power_of_2(D)), QUERIES=max(16, triton.next_power_of_2(group)), BLOCK_N=block,
+        KEPT=getattr(tl, str(kept).removeprefix("torch.")), SOFTCAP=softcap is not None, WINDOW=window is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=warps,
+    )  # fmt: skip

@@ -1,0 +1,113 @@
+"""Draw a token for each row of logits: the largest of logit / temperature + Gumbel noise, which is a softmax sample.
+
+Shapes    logits: (B, V)   rows, counts: (B,) int32   seed: (1,) int64   banned: (V,) bool   tokens: (B,) int64
+Method    each program finds the best of a tile of one row; torch takes the best tile. Noise is Philox of (seed, column,
+          count, row), so a draw depends neither on the row's place in a batch nor on what else is drawn.
+Numerics  fp32. Noise is -log(E), with E = -log(1 - u) computed where it is small from all 32 bits of u: a token wins by
+          a small E, so those below 1e-7 are drawn as often as they should
+Traffic   logits once
+Source    the Gumbel-max trick; Philox-4x32-10: Salmon et al. 2011
+"""
+
+import torch
+from torch import Tensor
+
+from ._triton import Launch, kept_launch, tl, triton, use_triton
+from ._tuning import SHAPES
+
+_LAST = 2**31 - 1
+
+
+def gumbel_reference(seed: Tensor, rows: Tensor, counts: Tensor, V: int) -> Tensor:
+    """Return the noise of all columns, (B, V) fp32."""
+    bits = 2**32 - 1
+    column = torch.arange(V, device=rows.device).expand(len(rows), V)
+    c0, c1, c2 = column, counts.long()[:, None].expand_as(column), rows.long()[:, None].expand_as(column)
+    c3 = torch.zeros_like(column)
+    k0, k1 = seed & bits, (seed >> 32) & bits
+
+    def high_and_low(a: int, b: Tensor) -> tuple[Tensor, Tensor]:  # of a 64-bit product, in signed integers
+        low, high = a * (b & 0xFFFF), a * (b >> 16)
+        return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & bits
+
+    for _ in range(10):
+        (high_2, low_2), (high_0, low_0) = high_and_low(0xCD9E8D57, c2), high_and_low(0xD2511F53, c0)
+        c0, c1, c2, c3 = high_2 ^ c1 ^ k0, low_2, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = (k0 + 0x9E3779B9) & bits, (k1 + 0xBB67AE85) & bits
+    u = (c0.float() + 0.5) * 2**-32
+    near_zero = u * (1 + u * (0.5 + u / 3))
+    return -torch.where(u < 2**-8, near_zero, -torch.log(1 - u)).log()
+
+
+def draw_tokens_reference(
+    logits: Tensor, seed: Tensor, rows: Tensor, counts: Tensor, *, temperature: float, banned: Tensor | None = None
+) -> Tensor:
+    """Compute `draw_tokens` in plain torch."""
+    scores = logits.float()
+    if temperature:
+        scores = scores * (1 / temperature) + gumbel_reference(seed, rows, counts, logits.shape[1])
+    if banned is not None:
+        scores = scores.masked_fill(banned, float("-inf"))
+    return scores.argmax(1)
+
+
+@triton.jit
+def _kernel(
+    logits_ptr, banned_ptr, seed_ptr, rows_ptr, counts_ptr, best_ptr, token_ptr, stride, V, scale, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, DRAW: tl.constexpr, BANNED: tl.constexpr,
+):  # fmt: skip
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    best, token = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), 2147483647, tl.int32)
+    for start in range(0, TILE, BLOCK):
+        column = tile * TILE + start + lane
+        inside = column < V
+        x = tl.load(logits_ptr + row * stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+        if DRAW:
+            zero = tl.zeros_like(column)
+            bits, _, _, _ = tl.philox(
+                tl.load(seed_ptr), column, tl.load(counts_ptr + row) + zero, tl.load(rows_ptr + row) + zero, zero
+            )
+            u = (bits.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+            near_zero = u * (1 + u * (0.5 + u / 3))
+            x = x * scale - tl.log(tl.where(u < 0.00390625, near_zero, -tl.log(1 - u)))
+        if BANNED:
+            x = tl.where(tl.load(banned_ptr + column, mask=inside, other=1) != 0, float("-inf"), x)
+        better = x > best  # of equal ones the first, as argmax
+        best, token = tl.where(better, x, best), tl.where(better, column, token)
+    top = tl.max(best, 0)
+    tiles = tl.num_programs(1)
+    tl.store(best_ptr + row * tiles + tile, top)
+    tl.store(token_ptr + row * tiles + tile, tl.min(tl.where(best == top, token, 2147483647), 0))
+
+
+def draw_tokens(
+    logits: Tensor, seed: Tensor, rows: Tensor, counts: Tensor, *, temperature: float, banned: Tensor | None = None
+) -> Tensor:
+    """Draw a token for each row.
+
+    Args:
+        logits: (B, V), fp32, fp16 or bf16, V below 2^31; at least one column that is not banned and above -inf.
+        seed: (1,) int64, on the device: a CUDA graph reads it when it is replayed.
+        rows: (B,) int32, a number for each row that no other row has, such as its place among all prompts.
+        counts: (B,) int32, the tokens that were drawn for a row before. Draws of two rows, or of two counts, are
+            independent.
+        temperature: what logits are divided by; 0: the likeliest, of equal ones the first.
+        banned: (V,) bool, columns that are not drawn.
+
+    Returns:
+        (B,) int64, on the device.
+    """
+    B, V = logits.shape
+    if not use_triton(logits):
+        return draw_tokens_reference(logits, seed, rows, counts, temperature=temperature, banned=banned)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    tiles, block, warps = SHAPES.DRAW_TOKENS
+    tile = triton.cdiv(triton.cdiv(V, tiles), block) * block
+    best, token = logits.new_empty(B, tiles, dtype=torch.float32), rows.new_empty(B, tiles)
+    launch: Launch = kept_launch(
+        _kernel, (B, tiles), logits.stride(0), V, 1 / temperature if temperature else 1.0, TILE=tile, BLOCK=block,
+        DRAW=temperature > 0, BANNED=banned is not None, num_warps=warps,
+    )  # fmt: skip
+    launch(logits, banned, seed, rows, counts, best, token)
+    return torch.where(best == best.amax(1, keepdim=True), token, _LAST).amin(1).long()

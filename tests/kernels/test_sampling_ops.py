@@ -1,0 +1,112 @@
+"""Attention of one new token a row, and drawing tokens, against plain torch; what they draw, against probabilities."""
+
+import pytest
+import torch
+
+from liger_trainer.kernels._triton import INSTALLED, INTERPRETED
+from liger_trainer.kernels.decode_attention import decode_attention, decode_attention_reference, places_of
+from liger_trainer.kernels.draw_tokens import draw_tokens, draw_tokens_reference, gumbel_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+launched = pytest.mark.skipif(not (INSTALLED and (INTERPRETED or DEVICE == "cuda")), reason="the kernels do not run")
+LENGTHS = [0, 1, 63, 64, 65, 127, 30]
+
+
+def attention_inputs(group, D, dtype, longest=130, heads=2):
+    B = len(LENGTHS)
+    like = {"dtype": dtype, "device": DEVICE}
+    q = torch.randn(B, 3, heads * group, D, **like)[:, 1]  # a view with gaps
+    k, v = (torch.randn(B, heads, 2, D, **like)[:, :, 1] for _ in "kv")
+    keys, values = (torch.randn(B + 2, heads, longest, D, **like) for _ in "kv")
+    slots = torch.randperm(B + 2, device=DEVICE)[:B].int()
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+    for kept in (keys, values):  # what is behind a row's last key is not read
+        for slot, length in zip(slots.tolist(), LENGTHS, strict=True):
+            kept[slot, :, length:] = float("nan")
+    return q, k, v, keys, values, slots, lengths
+
+
+@launched
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group, D", [(1, 16), (2, 64), (8, 24), (4, 128)])
+@pytest.mark.parametrize("how", [{}, {"window": 40}, {"softcap": 3.0}, {"window": 64, "softcap": 5.0}], ids=str)
+def test_attention_over_kept_keys(group, D, dtype, how):
+    inputs = attention_inputs(group, D, dtype)
+    wide = [x.double() if x.is_floating_point() else x.clone() for x in inputs]
+    truth = decode_attention_reference(*wide, scale=0.3, **how)
+    plain = [x.clone() for x in inputs]
+    error = (decode_attention_reference(*plain, scale=0.3, **how).double() - truth).norm()
+    got = decode_attention(*inputs, scale=0.3, **how)
+    assert (got.double() - truth).norm() <= 2 * error + 1e-6 * truth.norm()
+    for kept, want in zip(inputs[3:5], plain[3:5], strict=True):  # the new ones are kept, and nothing else is written
+        assert torch.equal(kept.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+@launched
+def test_keys_are_read_where_places_says():
+    q, k, v, keys, values, slots, lengths = attention_inputs(2, 32, torch.float32)
+    moved = [torch.cat([x, x[:, :, :5]], 2) for x in (keys, values)]
+    places = torch.tensor(places_of(*moved), device=DEVICE)
+    want = decode_attention_reference(q, k, v, *(x.clone() for x in moved), slots, lengths, scale=0.2)
+    got = decode_attention(q, k, v, keys.zero_(), values, slots, lengths, scale=0.2, places=places)
+    torch.testing.assert_close(got, want)
+
+
+def test_what_does_not_fit_is_refused():
+    q, k, v, keys, values, slots, lengths = attention_inputs(2, 32, torch.float32)
+    with pytest.raises(ValueError, match="must share B, Hk and D"):
+        decode_attention(q, k[:, :1], v[:, :1], keys, values, slots, lengths, scale=1.0)
+    with pytest.raises(ValueError, match="keys have the dtype of q"):
+        decode_attention(q, k, v, keys.double(), values.double(), slots, lengths, scale=1.0)
+
+
+def draw_inputs(B, V, dtype=torch.float32):
+    seed = torch.tensor([2**40 + 12345], device=DEVICE)
+    rows, counts = (torch.randint(0, 1000, (B,), dtype=torch.int32, device=DEVICE) for _ in "ab")
+    return torch.randn(B, V + 3, device=DEVICE, dtype=dtype)[:, :V], seed, rows, counts
+
+
+@launched
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("V", [1, 12, 1024, 5001])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("bans", [False, True])
+def test_draws_are_those_of_plain_torch(V, temperature, bans, dtype):
+    inputs = draw_inputs(5, V, dtype)
+    banned = torch.rand(V, device=DEVICE) < 0.5 if bans else None
+    if bans:
+        banned[V // 2] = False
+    how = {"temperature": temperature, "banned": banned}
+    assert torch.equal(draw_tokens(*inputs, **how), draw_tokens_reference(*inputs, **how))
+
+
+@launched
+def test_of_equal_logits_the_first_is_the_likeliest():
+    logits, *rest = draw_inputs(3, 4000)
+    logits = logits.clone().zero_()
+    logits[1, [3999, 17, 2000]] = 1.0
+    logits[2, 2999:] = 1.0
+    assert draw_tokens(logits, *rest, temperature=0.0).tolist() == [0, 17, 2999]
+
+
+def test_tokens_are_drawn_by_their_probabilities():
+    """A chi-square test of 200,000 draws from 12 tokens, at a fixed seed."""
+    N, V = 200_000, 12
+    logits = torch.linspace(-7, 2, V, device=DEVICE).expand(N, V)
+    seed = torch.tensor([99], device=DEVICE)
+    rows = torch.arange(N, dtype=torch.int32, device=DEVICE)
+    drawn = draw_tokens_reference(logits, seed, rows, torch.full_like(rows, 3), temperature=1.3)
+    want = (logits[0].double() / 1.3).softmax(0) * N
+    chi_square = ((drawn.bincount(minlength=V) - want) ** 2 / want).sum()
+    assert chi_square < 31.3  # 11 degrees of freedom: exceeded once in 1,000
+
+
+def test_noise_is_philox_as_published():
+    """The first word of Philox-4x32-10 of a zero key and counter (Random123's known answers)."""
+    zero = torch.zeros(1, dtype=torch.int32)
+    u = (0x6627E8D5 + 0.5) * 2.0**-32
+    want = -torch.log(-torch.log1p(torch.tensor(-u, dtype=torch.float64)))
+    torch.testing.assert_close(
+        gumbel_reference(torch.zeros(1, dtype=torch.int64), zero, zero, 1).double()[0, 0], want, rtol=1e-6, atol=1e-6
+    )
