@@ -71,7 +71,7 @@ def _kernel(
     tl.store(values + length.to(tl.int64) * D + d, v_new.to(KEPT), mask=columns)
     # The new key is taken from registers: other threads of the program may not see yet what one has stored.
     new = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1)
-    most, _ = transformed(new, scale, softcap, SOFTCAP, True)
+    most = transformed(new, scale, softcap, SOFTCAP, True)[0]
     total = tl.full((QUERIES,), 1.0, tl.float32)
     o = tl.zeros((QUERIES, BLOCK_D), tl.float32) + v_new.to(tl.float32)[None, :]
     first = 0
@@ -84,7 +84,7 @@ def _kernel(
         if WINDOW:
             seen = seen & (at > length - window)
         k = tl.load(keys + at[None, :] * D + d[:, None], mask=seen[None, :] & columns[:, None], other=0.0)
-        scores, _ = transformed(tl.dot(q, k, input_precision=PRECISION), scale, softcap, SOFTCAP, True)
+        scores = transformed(tl.dot(q, k, input_precision=PRECISION), scale, softcap, SOFTCAP, True)[0]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         more = tl.maximum(most, tl.max(scores, 1))
         weights, kept = tl.exp2(scores - more[:, None]), tl.exp2(most - more)
