@@ -4,8 +4,8 @@ Proved elsewhere, against numbers of their own:
 - loss and gradient grow with gradient accumulation; gradients are divided by the tokens twice; DDP divides by the
   number of processes twice: test_distill_trainer.py, test_micro_batches_equal_one_batch and
   test_two_processes_equal_one, for every objective
-- the value is multiplied by T^2 and the gradient is not: tests/kernels/test_divergence_kinds.py, test_gradcheck, and
-  tests/kernels/test_linear_uld.py, by finite differences at T 0.5, 1, 2 and 4
+- the value is multiplied by T^2 and the gradient is not: tests/kernels/test_linear_losses.py, test_gradcheck and
+  test_temperature_squared_multiplies_the_divergence
 - the denominator counts tokens of the dataset where the student's own are summed: test_on_policy.py,
   test_a_step_is_on_the_students_own_completions_with_its_own_tokens_as_denominator
 - a padded vocabulary is refused: test_vocabulary.py, test_padding_and_added_tokens_just_work_and_are_told

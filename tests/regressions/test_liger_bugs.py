@@ -10,9 +10,9 @@ Proved elsewhere:
 - an evaluation computes all logits: test_use_liger_kernel.py, test_a_loss_only_evaluation_computes_no_logits
 - Granite's and Cohere's scale of the logits is not implemented: test_fused_models.py, for each of FAMILIES
 - torch.compile(fullgraph=True) raises: test_compiles_into_one_graph and the like, for each op in tests/kernels
-- a frozen head's gradient is computed, and without gradients too: tests/kernels/test_linear_divergence.py,
+- a frozen head's gradient is computed, and without gradients too: tests/kernels/test_linear_modes.py,
   test_frozen_inputs_skip_their_products and test_without_gradients_only_the_forward_runs
-- a student's logits are filled with zeros where its teacher knows more tokens: tests/kernels/test_linear_divergence.py,
+- a student's logits are filled with zeros where its teacher knows more tokens: tests/kernels/test_linear_losses.py,
   test_padding_takes_no_part
 - an unknown family, and a flag without effect, pass in silence: test_families.py
 """
