@@ -5,8 +5,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
 from ..errors import ConfigError
 
 ALIASES = {"relu_squared": "relu2"}  # Liger-Kernel's names of options
@@ -118,6 +116,9 @@ class NothingToPatch(ConfigError):
     """The error for a model without anything to replace. Its `report` says what was left alone."""
 
     def __init__(self, report: PatchReport, options: PatchOptions):
+        # Here, since the layers of extras import this file where transformers need not be installed.
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
         wanted = ", ".join(name for name, value in vars(options).items() if value)
         super().__init__(
             f"Nothing was found to patch in {report.model} for {wanted or 'no option'}. "

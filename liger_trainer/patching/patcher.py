@@ -6,32 +6,34 @@ anything (structure.py). Nothing but the model object is touched; `undo()` gives
 
 import copy
 import inspect
+import logging
 import pickle
 import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..common.replacements import Replacements
+from ..compat.modules import is_of_deepspeed
 from ..errors import ConfigError
-from ..losses.cross_entropy import stored_logits_loss
+from ..losses.answers import stored_logits_loss
+from ..losses.deferred_logits import DeferredLogits
 from ..losses.fused_forward import FusedLoss, check_loss, has_trl_head
-from ..losses.model_parts import output_module
+from ..losses.model_parts import decoder_layers, output_module
 from ..losses.spec import LossOptions
 from .layers.attention import patch_attention
-from .layers.experts import patch_experts
-from .layers.gated_norms import patch_gated_norms
+from .layers.experts import patch_experts, patch_stacked_experts
 from .layers.linears import patch_linears
 from .layers.lora import patch_lora
 from .layers.mlps import REMADE, patch_mlps, remake_mlps
-from .layers.norms import patch_norms
-from .layers.stacked_experts import patch_stacked_experts
+from .layers.norms import patch_gated_norms, patch_norms
 from .options import NothingToPatch, PatchOptions, PatchReport
 from .packing.packed_attention import KIND, pack_attention
 from .vision import patch_patch_embedding, patch_placeholders, patch_tower_attention
-from .zero3 import gather_by_layers
 
 _MARK = "_liger_patched"
 _NO_LOSS_FUNCTION = (
@@ -255,3 +257,64 @@ GUARDS: dict[str, Callable] = {
     "__reduce_ex__": _refuse_to_pickle,
     "__deepcopy__": _deep_copy,
 }
+
+
+# DeepSpeed's ZeRO-3 by decoder layers.
+#
+# DeepSpeed gathers a module's own parameters by hooks on it. Our ops read the weights of several modules at once, so
+# they need a whole layer gathered: DeepSpeed calls that a leaf. It then has no hooks inside, and fewer and larger
+# messages.
+#
+# DeepSpeed sums the gradients of a leaf over the ranks when that of its input is known. The input of the first layer
+# over frozen embeddings needs none, so the layer's gradients would be summed before they are computed. So it gets one.
+
+
+LEAF = "_z3_leaf"  # the attribute by which DeepSpeed knows a leaf
+
+
+def gather_by_layers(model: Any, replacements: Replacements) -> None:
+    """Have ZeRO-3, if it is configured, gather each decoder layer of a model as one. Call it before DeepSpeed starts.
+
+    A model whose decoder layers are not recognised, or which DeepSpeed has hooked, is gathered module by module.
+    """
+    if not is_deepspeed_zero3_enabled():
+        return
+    _expect_deferred_logits()
+    try:
+        _, layers = decoder_layers(model)
+    except ConfigError:
+        return
+    if any(is_of_deepspeed(hook) for hook in layers[0]._forward_pre_hooks.values()):
+        return
+    for layer in layers:
+        replacements.set(layer, LEAF, True)
+        replacements.pre_hook(layer, _with_gradient_of_input)
+
+
+def _with_gradient_of_input(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return the arguments with hidden states that need a gradient, first and by position, where hooks see them."""
+    if not torch.is_grad_enabled() or not any(p.requires_grad for p in layer.parameters()):
+        return None
+    if not args:
+        name = list(inspect.signature(type(layer).forward).parameters)[1]
+        args = (kwargs.pop(name),)
+    hidden, *others = args
+    if not hidden.requires_grad:
+        hidden = hidden.detach().requires_grad_()
+    return (hidden, *others), kwargs
+
+
+class _NotOfDeferredLogits(logging.Filter):
+    """Leaves out DeepSpeed's warning that an output head returns none of the types that it knows: it need not."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return DeferredLogits.__name__ not in record.getMessage()
+
+
+_FILTER = _NotOfDeferredLogits()
+
+
+def _expect_deferred_logits() -> None:
+    from deepspeed.utils import logger  # pyright: ignore[reportMissingImports]
+
+    logger.addFilter(_FILTER)  # a second time adds nothing

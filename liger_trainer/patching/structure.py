@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..common.hooks import is_called
 from ..common.replacements import Replacements
-from ..common.zero3 import is_missing, shape_of
+from ..compat.deepspeed import is_missing, shape_of
+from ..compat.modules import is_called
 
 Rule = TypeVar("Rule")
 
@@ -65,7 +65,7 @@ def is_replaced(module: nn.Module, method: str = "forward") -> bool:
     return current is not None and getattr(current, "__func__", None) is not getattr(type(module), method)
 
 
-def obstacle(module: nn.Module) -> str | None:
+def why_not_replaced(module: nn.Module) -> str | None:
     """Say why the forward of this instance cannot be replaced, whatever it computes; None if it can."""
     if is_replaced(module):
         return "its forward has been replaced"
@@ -77,22 +77,22 @@ def obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def settings(module: nn.Module) -> tuple:
+def cache_key(module: nn.Module) -> tuple:
     """Return what a layer's behaviour may depend on beside its tensors, as a key for `once_for_equal_layers`.
 
     Objects count by identity. Linear children count by name, others by their own settings.
     """
     own = [(k, v if isinstance(v, _PLAIN) else id(v)) for k, v in vars(module).items() if k not in _BARE | {PROVED}]
-    children = [(k, type(v) if is_linear(v) else settings(v)) for k, v in module.named_children()]
+    children = [(k, type(v) if is_linear(v) else cache_key(v)) for k, v in module.named_children()]
     return type(module), *own, *((k, t.dim()) for k, t in tensors(module).items()), *children
 
 
 def once_for_equal_layers(
-    prove: Callable[[nn.Module], Rule], key: Callable[[nn.Module], Hashable] = settings
+    prove: Callable[[nn.Module], Rule], key: Callable[[nn.Module], Hashable] = cache_key
 ) -> Callable[[nn.Module], Rule]:
     """Return `prove`, run once for all layers of one class with the same settings.
 
-    Keep the result no longer than the model: settings hold ids of its objects.
+    Keep the result no longer than the model: a key holds ids of its objects.
     """
     proved: dict[Hashable, Rule] = {}
 
@@ -119,7 +119,7 @@ def candidates(
         if module not in replacements and looks_alike(module):
             rule = prove(module)
             if rule is not None:
-                yield module, rule if isinstance(rule, str) else obstacle(module) or rule
+                yield module, rule if isinstance(rule, str) else why_not_replaced(module) or rule
 
 
 def miniature(

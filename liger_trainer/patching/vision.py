@@ -4,7 +4,7 @@ Such a tower lays the patches of all images end to end, and its attention gets w
 ends. transformers hands these ends to flash-attn where that is installed; for any other implementation its loop asks
 the device for the lengths at each layer and calls attention image by image, or window by window: 128 calls a layer for
 eight images of Qwen2.5-VL. Here the tower takes the way of flash-attn to a function of ours: PyTorch's FlashAttention-2
-(flash.py) where that can serve, else the former implementation, once for each run of equal lengths.
+(packing/documents.py) where that can serve, else the former implementation, once for each run of equal lengths.
 """
 
 import copy
@@ -29,7 +29,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from ..common.replacements import Replacements
 from . import structure
 from .options import PatchOptions, PatchReport
-from .packing import flash
+from .packing import documents as flash
 from .packing.packed_attention import asks_for_implementation
 
 # transformers' modules look for "flash" in the name, and then hand over the ends.
@@ -129,7 +129,7 @@ def patch_patch_embedding(
     for module in model.modules() if options.towers else ():
         for conv in _convolutions(module):
             # its hooks go on running, such as the one by which checkpointing has embeddings require gradients
-            if conv not in replacements and "forward" not in vars(conv) and structure.obstacle(conv) is None:
+            if conv not in replacements and "forward" not in vars(conv) and structure.why_not_replaced(conv) is None:
                 replacements.forward(conv, embed_patches)
                 report.swap(_PATCHES)
 
@@ -184,7 +184,7 @@ def patch_placeholders(
 ) -> None:
     """Have models count their placeholders on the host, where they wait for the device to do it."""
     for module in model.modules() if options.towers else ():
-        if module not in replacements and _counts(type(module)) and structure.obstacle(module) is None:
+        if module not in replacements and _counts(type(module)) and structure.why_not_replaced(module) is None:
             replacements.forward(module, counting_forward)
             replacements.set(module, _METHOD, types.MethodType(_placeholder_mask, module))
             report.swap(_PLACEHOLDERS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..losses.fused_forward import FusedLoss
 from ..losses.spec import Distillation, LossOptions
-from ..patching.packing.document_leaks import PackedRows
+from ..patching.packing.packed_rows import PackedRows
 from ..patching.patcher import Patched
 from ..plugins import TrainerPlugin
 from ..teachers.base import Teacher

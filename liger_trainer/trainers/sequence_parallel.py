@@ -15,7 +15,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..errors import ConfigError
 from ..patching.packing.packed_attention import OF_SLICES
-from ..patching.packing.ulysses import implementations_of, obstacle_to_slices
+from ..patching.packing.packed_rows import implementations_of, why_not_sliced
 from ..patching.patcher import base_of
 from .host import TrainerHost
 
@@ -29,7 +29,7 @@ def check_slices(trainer: TrainerHost) -> None:
             "use sequence parallelism (sp_size) with DeepSpeed."
         )
     if trainer.shards_sequences():
-        reason = _why_engine(trainer) or _why_rows(trainer) or obstacle_to_slices(base_of(trainer.model))
+        reason = _why_engine(trainer) or _why_rows(trainer) or why_not_sliced(base_of(trainer.model))
         if reason is not None:
             raise ConfigError(f"Sequence parallelism (sp_size > 1): {reason}.")
 
@@ -85,7 +85,7 @@ def _why_rows(trainer: TrainerHost) -> str | None:
     if isinstance(trainer.model, PeftModel) and any(c.is_prompt_learning for c in trainer.model.peft_config.values()):
         return "prompt learning would put its tokens in front of each slice. Train adapters of layers, such as LoRA's"
     if trainer.aux_loss_enabled:
-        return "the auxiliary loss of a mixture of experts would be that of slices. Set router_aux_loss_coef to 0"
+        return "the auxiliary loss of a mixture of experts would be of slices. Set router_aux_loss_coef to 0"
     multiple = trainer.data_collator.pad_to_multiple_of
     if not multiple or multiple % ranks:
         return f"rows are cut into {ranks} slices of one length. Set pad_to_multiple_of to a multiple of {ranks}"
@@ -114,7 +114,7 @@ def slice_documents(trainer: TrainerHost) -> None:
 
 @dataclass
 class DocumentsByPositions:
-    """A collator around that of packed rows. It leaves what has no value for each token to the positions."""
+    """A collator around the one of packed rows. It leaves what has no value for each token to the positions."""
 
     collator: Any
 

@@ -14,9 +14,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching.options import PatchReport
-from liger_trainer.patching.packing.document_leaks import PackedRows, leak, read_packed_rows
 from liger_trainer.patching.packing.packed_attention import pack_attention
-from liger_trainer.patching.packing.ulysses import obstacle_to_slices
+from liger_trainer.patching.packing.packed_rows import (
+    PackedRows,
+    patch_packed_attention,
+    why_documents_mix,
+    why_not_sliced,
+)
 
 LENGTHS = (5, 9, 2, 12)  # the windows of these families are of 8 tokens
 HYBRIDS = {  # what a tiny one of the family needs
@@ -74,7 +78,7 @@ def judged(model, by_lengths):
         pack_attention(model, replacements, report)
     by_lengths = bool(report.swapped)
     try:
-        reason = leak(model, by_lengths)
+        reason = why_documents_mix(model, by_lengths)
         result = measured(model)
     except Exception as error:
         return "" if reason else f"{type(error).__name__}: {error}"
@@ -116,43 +120,42 @@ def test_hybrids_are_judged_as_measured(name, by_lengths):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "mixtral", "granite"])
 def test_attention_is_judged_as_measured(family):
     model = tiny_model(family)
-    assert leak(model, by_lengths=False) is None
-    assert judged(model, by_lengths=True) == ""
+    assert why_documents_mix(model, by_lengths=False) is None and judged(model, by_lengths=True) == ""
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "opt"])
 def test_masks_without_positions_are_read_by_lengths_alone(family):
     """Their own attention would let documents see one another, under PyTorch's implementations without a word."""
     model = tiny(family)
-    assert measured(model) == "leaks" and "ignores positions" in leak(model, by_lengths=False)
-    assert judged(model, by_lengths=True) == "" and leak(model, by_lengths=True) is None
+    assert measured(model) == "leaks" and "ignores positions" in why_documents_mix(model, by_lengths=False)
+    assert judged(model, by_lengths=True) == "" and why_documents_mix(model, by_lengths=True) is None
 
 
 def test_the_error_names_the_layers_and_what_to_set():
     model = tiny("lfm2")
     with pytest.raises(ConfigError, match=r"Lfm2ForCausalLM: documents .* type conv .*`packing: false`"):
-        read_packed_rows(model, None, PackedRows())
-    read_packed_rows(model, None, None)
-    read_packed_rows(model, None, PackedRows(certain=False))
+        patch_packed_attention(model, None, PackedRows())
+    patch_packed_attention(model, None, None)
+    patch_packed_attention(model, None, PackedRows(certain=False))
 
 
 def test_layers_whose_kernels_are_in_place_are_let_through(monkeypatch):
     model = tiny("lfm2")
     place = sys.modules[type(model).__module__]
-    guarded = [n for n, f in vars(place).items() if hasattr(f, "__code__")
-               and "is_new_implementation" in f.__code__.co_freevars]  # fmt: skip
+    free = {name: getattr(getattr(f, "__code__", None), "co_freevars", ()) for name, f in vars(place).items()}
+    guarded = [name for name, variables in free.items() if "is_new_implementation" in variables]
     if not guarded:
         pytest.skip("this transformers does not refuse packed rows without kernels, so nothing is let through")
 
     def with_kernel(is_new_implementation):
         return lambda *args, **kwargs: is_new_implementation
 
-    assert "causal_conv1d" in leak(model, by_lengths=True)
+    assert "causal_conv1d" in why_documents_mix(model, by_lengths=True)
     for name in guarded:
         monkeypatch.setattr(place, name, with_kernel(True))
-    assert leak(model, by_lengths=True) is None
+    assert why_documents_mix(model, by_lengths=True) is None
     monkeypatch.setattr(place, guarded[0], with_kernel(False))
-    assert leak(model, by_lengths=True) is not None
+    assert why_documents_mix(model, by_lengths=True) is not None
 
 
 def test_an_attention_of_one_s_own_is_trusted_where_the_user_says_so():
@@ -167,13 +170,21 @@ def test_an_attention_of_one_s_own_is_trusted_where_the_user_says_so():
     model = Own(tiny_model("llama").config)
     for layer in model.model.layers:
         layer.self_attn = Attention()
-    assert "interface" in leak(model, by_lengths=False)
-    assert leak(model, by_lengths=False, trusted=True) is None
+    assert "interface" in why_documents_mix(model, by_lengths=False)
+    assert why_documents_mix(model, by_lengths=False, trusted=True) is None
     Own.__module__ = "transformers.models.own"
-    assert "interface" in leak(model, by_lengths=False, trusted=True)
+    assert "interface" in why_documents_mix(model, by_lengths=False, trusted=True)
 
 
 # Slices of rows, on several GPUs. The exchange itself: tests/engines
+
+
+def windowed(window, *kinds):
+    """Flash attention is told the window beside the mask."""
+    model = tiny_model("qwen3")
+    model.config.layer_types, model.config.sliding_window = list(kinds), window
+    model.config._attn_implementation_internal = "flash_attention_2"
+    return model
 
 
 @pytest.mark.parametrize("model, words", [
@@ -181,18 +192,9 @@ def test_an_attention_of_one_s_own_is_trusted_where_the_user_says_so():
     (lambda: tiny_model("llama", attn_implementation="eager"), "is eager"),
     (lambda: tiny_model("gemma3"), "windows of its attention (sliding_attention)"),
     (lambda: tiny("lfm2"), "layers of type conv"),
+    (lambda: windowed(8, "sliding_attention", "sliding_attention"), None),
+    (lambda: windowed(None, "chunked_attention", "full_attention"), "chunked_attention"),
 ])  # fmt: skip
-def test_obstacles(model, words):
-    reason = obstacle_to_slices(model())
+def test_models_whose_rows_cannot_be_sliced_say_why(model, words):
+    reason = why_not_sliced(model())
     assert reason is None if words is None else words in reason
-
-
-@pytest.mark.parametrize("window, kinds, refused", [
-    (8, ["sliding_attention"] * 2, False),  # flash attention is told the window beside the mask
-    (None, ["chunked_attention", "full_attention"], True),
-])  # fmt: skip
-def test_windows_by_flash_attention(window, kinds, refused):
-    model = tiny_model("qwen3")
-    model.config.layer_types, model.config.sliding_window = kinds, window
-    model.config._attn_implementation_internal = "flash_attention_2"
-    assert (obstacle_to_slices(model) is not None) is refused

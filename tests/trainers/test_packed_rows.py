@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import DistillationCallback, LigerConfig
 from liger_trainer.errors import ConfigError
-from liger_trainer.patching.packing.document_mask import documents_come_along
+from liger_trainer.patching.packing.documents import documents_come_along
 
 PACKING = {"packing": True, "max_length": 24, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 PACKED = "liger_packed_sdpa"

@@ -16,7 +16,7 @@ from ...kernels.add_rms_norm import add_rms_norm
 from ...kernels.layer_norm import layer_norm
 from ...kernels.relu2 import relu2
 from ...kernels.rms_norm import rms_norm
-from ...patching.layers.projections import project
+from ...patching.layers.linears import project
 
 SILU = {"silu": "silu", "swish": "silu"}
 GELU = {  # transformers' names of the two forms

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ...patching.layers.projections import project
+from ...patching.layers.linears import project
 from .layers import SILU, LigerGEGLUMLP, LigerSwiGLUMLP, activation_of
 
 

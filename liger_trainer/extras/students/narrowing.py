@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from ...errors import ConfigError
 from ...losses.model_parts import decoder_layers
 from ...patching import structure
+from ...patching.layers.linears import is_plain
 from ...patching.layers.mlps import MLPRule, looks_like_an_mlp, prove_mlp
-from ...patching.layers.projections import is_plain
 from ...run.drop_layers import fill
 
 

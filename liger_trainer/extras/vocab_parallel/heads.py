@@ -1,6 +1,6 @@
 """Output heads that stay sharded by rows, that is by vocabulary, over the ranks while a loss is computed.
 
-Two engines shard so: FSDP2, where a head is a unit of its own and was marked by `keep_sharded`, and transformers'
+Two engines shard so: FSDP2, where a head is a unit of its own and was marked by `mark_sharded`, and transformers'
 tensor parallelism (`tp_plan`), whose heads are colwise. What the loss makes of it is in docs/extras.md.
 
 An FSDP2 unit gathers its weight in a hook before its forward. While logits are deferred, these two hooks are passed
@@ -29,7 +29,7 @@ from ...plugins import KEEPS_ROWS
 _TP_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"
 
 
-def keep_sharded(model: nn.Module, keep: bool = True) -> None:
+def mark_sharded(model: nn.Module, keep: bool = True) -> None:
     """Mark the head of a model, whose loss will read its rows from the ranks once it is a sharded FSDP2 unit.
 
     keep: False takes off the mark that an earlier trainer has left.
@@ -40,11 +40,11 @@ def keep_sharded(model: nn.Module, keep: bool = True) -> None:
 
 
 def kept_sharded(model: nn.Module) -> bool:
-    """Whether the head of a model is marked by `keep_sharded`."""
+    """Whether the head of a model is marked by `mark_sharded`."""
     return getattr(output_module(model), KEEPS_ROWS, False)
 
 
-def obstacle(model: nn.Module) -> str | None:
+def why_gathered(model: nn.Module) -> str | None:
     """Return why the head of a model must be gathered, None if nothing is in the way."""
     head = output_module(model)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
@@ -57,7 +57,7 @@ def obstacle(model: nn.Module) -> str | None:
     return None
 
 
-def shard_like(student: nn.Module, teacher: nn.Module, **how: Any) -> None:
+def shard_teacher_head(student: nn.Module, teacher: nn.Module, **how: Any) -> None:
     """Give a teacher's head a separate FSDP2 unit, as the student's is kept sharded, so that it need not be gathered.
 
     Heads of unequal numbers of rows would lie differently on the ranks, so such a teacher's is gathered.
@@ -65,9 +65,9 @@ def shard_like(student: nn.Module, teacher: nn.Module, **how: Any) -> None:
     Args:
         how: the arguments of `fully_shard`.
     """
-    if obstacle(teacher) is None and head_rows(teacher) == head_rows(student):
+    if why_gathered(teacher) is None and head_rows(teacher) == head_rows(student):
         head: Any = output_module(teacher)
-        keep_sharded(teacher)
+        mark_sharded(teacher)
         fully_shard(head, **how)
 
 
@@ -83,7 +83,7 @@ class ShardedHead:
         """Return the head if its rows are to stay where they are, else None.
 
         Raises:
-            ConfigError: it is marked by `keep_sharded`, but is not sharded in a way that its loss can use.
+            ConfigError: it is marked by `mark_sharded`, but is not sharded in a way that its loss can use.
         """
         if module is None:
             return None

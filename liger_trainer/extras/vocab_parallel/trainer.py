@@ -19,7 +19,7 @@ from ...plugins import TrainerPlugin
 from ...teachers.model import ModelTeacher
 from ...trainers.host import TrainerHost
 from ...trainers.options import ALWAYS, AUTO, NEVER
-from .heads import is_tensor_parallel, keep_sharded, obstacle
+from .heads import is_tensor_parallel, mark_sharded, why_gathered
 
 
 def shard_head(trainer: TrainerHost, wanted: str) -> None:
@@ -29,14 +29,14 @@ def shard_head(trainer: TrainerHost, wanted: str) -> None:
         ConfigError: wanted is "always", and something is in the way.
     """
     model = base_of(trainer.model)
-    keep_sharded(model, False)
+    mark_sharded(model, False)
     if wanted == NEVER or is_tensor_parallel(output_module(model)):
         return
     reason = _reason(trainer, model)
     if reason is None and wanted == AUTO:
         reason = _costs_more(trainer, model)
     if reason is None:
-        keep_sharded(model)
+        mark_sharded(model)
         _prepare_apart(trainer.accelerator, output_module(model))
         announce(f"output head: its {head_rows(model)} rows stay on {trainer.accelerator.num_processes} ranks.")
     elif wanted == ALWAYS:
@@ -57,7 +57,7 @@ def _reason(trainer: TrainerHost, model: nn.Module) -> str | None:
         return "its weights are offloaded to the CPU"
     if trainer.args.torch_compile:
         return "torch_compile cannot trace the collectives of its loss"
-    return why_whole_head(trainer) or obstacle(model)
+    return why_whole_head(trainer) or why_gathered(model)
 
 
 def why_whole_head(trainer: TrainerHost) -> str | None:

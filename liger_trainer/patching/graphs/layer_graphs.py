@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..packing.document_mask import DocumentMask
+from ..packing.documents import DocumentMask
 
 # What a layer is called with, taken apart into tensors and a structure that two calls can be compared by.
 

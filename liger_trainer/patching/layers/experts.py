@@ -5,19 +5,29 @@ implementations for training call between the two products.
 """
 
 import functools
+import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
+    batched_mm_experts_forward,
+    grouped_mm_experts_forward,
+)
 
 from ...common.replacements import Replacements
+from ...compat.modules import is_called
 from ...kernels.gated_linear import gated_reference
+from ...kernels.lora_experts import StackedProjection, lora_experts, lora_experts_reference
 from ...kernels.types import Gate
 from .. import structure
 from ..options import PatchOptions, PatchReport
+from .linears import WEIGHTS, gated, is_plain
 from .mlps import (  # fmt: skip
     CASES,
     GATED,
@@ -31,7 +41,6 @@ from .mlps import (  # fmt: skip
     note_activations,
     random_rows,
 )
-from .projections import gated
 
 
 @dataclass(frozen=True)
@@ -141,3 +150,290 @@ def _calls_apply_gate(module: nn.Module) -> bool:
     original = getattr(forward, "__wrapped__", forward)
     function = ALL_EXPERTS_FUNCTIONS.get_interface(_implementation(module) or "eager", original)
     return "_apply_gate" in getattr(getattr(function, "__code__", None), "co_names", ())
+
+
+# Stacked experts whose weights are frozen, with PEFT's LoRA on them or without, on the op `lora_experts`.
+#
+# PEFT wraps a parameter of the experts (`target_parameters=["experts.gate_up_proj", ...]`) by a `ParamWrapper`, one
+# around the other for several, and each forward merges the adapters into a copy of all experts' weights. Here the
+# outermost wrapper, or experts without one, computes by grouped products with base and adapters apart. The experts are
+# read when they are called, as LoRA layers are (lora.py); in a state that the op does not serve, their own forward
+# runs.
+#
+# transformers' registry of implementations (`ALL_EXPERTS_FUNCTIONS`) says what runs them otherwise: a rule holds for
+# its loop and its grouped and batched products, and an implementation of somebody else is left alone.
+
+
+PARAMETERS = ("gate_up_proj", "down_proj")
+FLAGS = {"has_gate": True, "has_post_expert_norm": False}  # of transformers' decorator, as the op needs them
+COLUMNS, INNER_COLUMNS, TOKENS = 8, 16, 24  # of a miniature; 16 bytes, which torch's grouped product wants
+_THEIRS = (grouped_mm_experts_forward, batched_mm_experts_forward)
+
+
+class _Ineligible(Exception):
+    """The reason why the experts' own forward has to run."""
+
+
+@dataclass(frozen=True)
+class ExpertsRule:
+    """How experts are called, and their gate.
+
+    Attributes:
+        inputs: the names of the hidden states, of each token's experts and of their weights.
+        gate: the rule of what is between the two products.
+        transposed: the parameters are (experts, inputs, outputs), not (experts, outputs, inputs).
+    """
+
+    inputs: tuple[str, str, str]
+    gate: GateRule
+    transposed: bool
+
+
+def patch_stacked_experts(
+    model: nn.Module, options: PatchOptions, replacements: Replacements, report: PatchReport
+) -> None:
+    """Swap the forward of frozen experts, and of the adapters around them."""
+    if not options.lora:
+        return
+    prove = structure.once_for_equal_layers(prove_stacked)
+    inner: set[nn.Module] = set()  # of a wrapper that comes before
+    for name, module in model.named_modules():
+        chain = _chain(module)
+        wrapped = len(chain) > 1
+        if module in inner or not (wrapped or _is_frozen(module)):
+            continue
+        inner.update(chain[1:])
+        replaced = "_apply_gate" in vars(chain[-1]) and chain[-1] not in replacements
+        rule = "its `_apply_gate` has been replaced" if replaced else prove(chain[-1])
+        if rule is None and not wrapped:
+            continue
+        refused = rule if isinstance(rule, str) else _why_own_forward(module, rule)
+        if refused is not None or rule is None or isinstance(rule, str):
+            _leave(report, name, chain, refused)
+            continue
+        for wrapper in chain[1:-1]:
+            replacements.claim(wrapper)
+        note_activations(chain[-1], replacements)
+        replacements.forward(module, stacked_forward(rule))
+        report.swap("LoRA experts" if wrapped else "frozen experts")
+        report.left_alone.pop(type(chain[-1]).__name__, None)  # as a gate that nobody calls now
+
+
+def _leave(report: PatchReport, name: str, chain: Sequence[nn.Module], why: str | None) -> None:
+    if len(chain) > 1:
+        names = ", ".join(wrapper.parameter_name for wrapper in _wrappers(chain))
+        report.leave(f"LoRA on {names}", f"PEFT's forward runs: {why or 'these are no stacked experts'}")
+    else:
+        report.leave(type(chain[-1]).__name__, f"its own forward runs: {why}")
+
+
+def _why_own_forward(module: nn.Module, rule: ExpertsRule | None) -> str | None:
+    """Say why the own forward has to run or to stay, as the module is now."""
+    refused = structure.why_not_replaced(module)
+    if refused is None and rule is not None:
+        try:
+            read(module, rule)
+        except _Ineligible as reason:
+            return str(reason)
+    return refused
+
+
+def _chain(module: nn.Module) -> list[nn.Module]:
+    """Return a wrapper of PEFT, those inside it, and the experts; only the module if it is no wrapper."""
+    chain = [module]
+    while isinstance(chain[-1], ParamWrapper):
+        chain.append(chain[-1].base_layer)
+    return chain
+
+
+def _wrappers(chain: Sequence[Any]) -> Sequence[Any]:
+    return chain[:-1]
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    weights = [module._parameters.get(name) for name in PARAMETERS]
+    return all(weight is not None and not weight.requires_grad for weight in weights)
+
+
+def stacked_forward(rule: ExpertsRule) -> Callable[..., Tensor]:
+    """Return the new forward of experts, or of the outermost wrapper of PEFT around them."""
+
+    def forward(module, *args, **kwargs):
+        given = {**dict(zip(rule.inputs, args, strict=False)), **kwargs}
+        if len(args) + len(kwargs) != 3 or given.keys() != set(rule.inputs) or torch.compiler.is_compiling():
+            return type(module).forward(module, *args, **kwargs)
+        x, index, weights = (given[name] for name in rule.inputs)
+        try:
+            layers = read(module, rule)
+        except _Ineligible:
+            return type(module).forward(module, *args, **kwargs)
+        if x.dim() != 2 or index.shape != weights.shape:
+            return type(module).forward(module, *args, **kwargs)
+        return lora_experts(x, index, weights, *layers, gate=rule.gate.form(_chain(module)[-1]))
+
+    return forward
+
+
+def read(module: nn.Module, rule: ExpertsRule) -> list[StackedProjection]:
+    """Read experts and the adapters on them as they are now.
+
+    Raises:
+        _Ineligible: their own forward has to run.
+    """
+    chain = _chain(module)
+    base: Any = chain[-1]
+    if any(is_called(inner) for inner in chain[1:]):
+        raise _Ineligible("the experts are hooked or have another forward")
+    if not _is_theirs(base):
+        raise _Ineligible(_foreign(base))
+    if getattr(base, "_is_expert_parallel", False):
+        raise _Ineligible("the experts are spread over several devices")
+    if calls_other_children(base):
+        raise _Ineligible("their activation is hooked or has another forward")
+    wrappers = {wrapper.parameter_name: wrapper for wrapper in _wrappers(chain)}
+    if wrappers.keys() - set(PARAMETERS):
+        raise _Ineligible(f"adapters on {', '.join(sorted(wrappers.keys() - set(PARAMETERS)))}")
+    return [_layer(base, name, wrappers.get(name), rule.transposed) for name in PARAMETERS]
+
+
+def _layer(base: Any, name: str, wrapper: Any, transposed: bool) -> StackedProjection:
+    bias = base._parameters.get(f"{name}_bias")
+    if bias is not None and (bias.requires_grad or type(bias) not in WEIGHTS):
+        raise _Ineligible(f"{name}_bias is trained or sharded")
+    factors = () if wrapper is None else _factors(wrapper, transposed)
+    if not factors:
+        return StackedProjection(_weight(base, name, transposed), bias)
+    every_a, every_b = zip(*factors, strict=True)
+    a, b = factors[0] if len(factors) == 1 else (torch.cat(every_a, 1), torch.cat(every_b, 2))
+    return StackedProjection(_weight(base, name, transposed), bias, a, b)
+
+
+def _weight(base: Any, name: str, transposed: bool) -> Tensor | Callable[[], Tensor]:
+    """Return (experts, outputs, inputs), or a function that makes it of a parametrised (quantised) parameter."""
+    weight = base._parameters.get(name)
+    if weight is not None:
+        if weight.requires_grad:
+            raise _Ineligible("the experts are trained too")
+        if type(weight) not in WEIGHTS or weight.dim() != 3:
+            raise _Ineligible("the experts' weights are sharded or packed")
+        return weight.transpose(1, 2) if transposed else weight
+    if name not in getattr(base, "parametrizations", {}):
+        raise _Ineligible(f"{name} is no parameter")
+
+    def unpacked() -> Tensor:
+        weight = getattr(base, name).detach()
+        return weight.transpose(1, 2) if transposed else weight
+
+    if any(p.requires_grad for p in base.parametrizations[name].parameters()) or getattr(base, name).requires_grad:
+        raise _Ineligible(f"{name} is parametrised by something that is trained")
+    return unpacked
+
+
+def _factors(wrapper: Any, transposed: bool) -> list[tuple[Tensor, Tensor]]:
+    """Return (experts, r, inputs) and (experts, outputs, r) of each adapter that counts now, scaled."""
+    if wrapper._disable_adapters and wrapper.merged:
+        raise _Ineligible("the adapters are to be taken out of the weight")
+    if wrapper._disable_adapters or wrapper.merged:
+        return []
+    return [_factor(wrapper, name, transposed) for name in wrapper.active_adapters if name in wrapper.lora_A]
+
+
+def _factor(wrapper: Any, name: str, transposed: bool) -> tuple[Tensor, Tensor]:
+    a, b = wrapper.lora_A[name], wrapper.lora_B[name]
+    if name in wrapper.lora_variant:
+        raise _Ineligible(f"an adapter is {type(wrapper.lora_variant[name]).__name__}, not plain LoRA")
+    if not (is_plain(a) and is_plain(b)) or b.bias is not None:
+        raise _Ineligible("A or B of an adapter is more than a matrix: hooked, sharded, quantised or biased")
+    count = wrapper.num_experts
+    rows = a.weight.reshape(count, -1, a.weight.shape[-1])  # (experts, r, inputs of A)
+    columns = b.weight.reshape(b.weight.shape[0], -1, count).permute(2, 0, 1)  # (experts, outputs of B, r)
+    # PEFT 0.20 takes the parameter's second dimension for A's, newer releases its third where that is the input's.
+    swapped = getattr(wrapper, "_did_swap_in_out_features", False)
+    if swapped == transposed:  # A is on the experts' outputs
+        rows, columns = columns.transpose(1, 2), rows.transpose(1, 2)
+    return rows, columns * wrapper.scaling[name]
+
+
+def prove_stacked(module: nn.Module) -> ExpertsRule | str | None:
+    """Return the rule that holds for stacked experts, why none does, or None if these are no such experts."""
+    module = _without_parametrizations(module)
+    gate = prove_gate(module)
+    if gate is None or isinstance(gate, str):
+        return gate
+    inputs = structure.inputs_of(type(module).forward)
+    if inputs is None or len(inputs) != 3:
+        return f"it takes {', '.join(inputs or ['any number of inputs'])}, where experts have three inputs"
+    for name, wanted in FLAGS.items():
+        if getattr(module, name, wanted) != wanted:
+            return f"its {name} is {not wanted}"
+    names = {*PARAMETERS, *(f"{name}_bias" for name in PARAMETERS)}
+    extra = sorted(set(structure.tensors(module)) - names)
+    if extra:
+        return f"it has more than its weights: {', '.join(extra)}"
+    rule = ExpertsRule((inputs[0], inputs[1], inputs[2]), gate, getattr(module, "is_transposed", False))
+    if not _is_theirs(module):
+        return _foreign(module)
+    return _stacked_disproof(module, rule) or rule
+
+
+def _without_parametrizations(module: nn.Module) -> nn.Module:
+    """Return a module of its own class, where torch has made it another to parametrise (quantise) its weights."""
+    if "parametrizations" not in module._modules:
+        return module
+    plain = object.__new__(type(module).__bases__[0])
+    children = {name: child for name, child in module._modules.items() if name != "parametrizations"}
+    vars(plain).update({**vars(module), "_modules": children})
+    return plain
+
+
+def _is_theirs(module: nn.Module) -> bool:
+    """Whether the experts run by their own loop, or by transformers' grouped or batched products."""
+    forward = type(module).forward
+    original = inspect.unwrap(forward)
+    function = ALL_EXPERTS_FUNCTIONS.get_interface(_implementation(module) or "eager", original)
+    return function is original or function in _THEIRS
+
+
+def _foreign(module: nn.Module) -> str:
+    return f"the experts' implementation ({_implementation(module)}) is none of transformers' own"
+
+
+def _stacked_disproof(module: nn.Module, rule: ExpertsRule) -> str | None:
+    """Say how the experts' own forward differs from the rule on a miniature; None if it does not."""
+    for dtype in (torch.float32, torch.bfloat16):
+        with structure.on_miniatures():
+            small: Any = _experts_miniature(module, rule, dtype)
+            x, index, weights = _routed(len(small.gate_up_proj), dtype)
+            try:
+                theirs = type(small).forward(small, x, index, weights)
+            except Exception as error:
+                return structure.failure(error)
+            ours = lora_experts_reference(x, index, weights, *read(small, rule), gate=rule.gate.form(small))
+            refused = structure.difference(ours, theirs)
+            refused = refused or structure.gradient_difference(ours, theirs, [x, weights])
+        if refused is not None:
+            return refused + f" in {dtype}"
+    return None
+
+
+def _experts_miniature(module: nn.Module, rule: ExpertsRule, dtype: torch.dtype) -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    count = getattr(module, "num_experts", 4)
+    sizes = {"gate_up_proj": (2 * INNER_COLUMNS, COLUMNS), "down_proj": (COLUMNS, INNER_COLUMNS)}
+    small = {}
+    for name, (outputs, inputs) in sizes.items():
+        shape = (count, inputs, outputs) if rule.transposed else (count, outputs, inputs)
+        small[name] = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") / inputs**0.5
+        if f"{name}_bias" in module._parameters:
+            small[f"{name}_bias"] = torch.randn(count, outputs, generator=generator, dtype=torch.float32, device="cpu")
+    small = {name: nn.Parameter(values.to(dtype), requires_grad=False) for name, values in small.items()}
+    return structure.miniature(module, small, {})
+
+
+def _routed(count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw hidden states, and one or two experts for each with their weights."""
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.rand, generator=generator, dtype=torch.float32, device="cpu")
+    x = (draw(TOKENS, COLUMNS) * 4 - 2).to(dtype).requires_grad_()
+    index = draw(TOKENS, count).topk(min(2, count), -1).indices
+    return x, index, draw(index.shape).to(dtype).requires_grad_()

@@ -22,8 +22,8 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
-from ...common.hooks import is_called, is_hooked
 from ...common.replacements import Replacements
+from ...compat.modules import is_called, is_hooked
 from ...kernels.lora_linear import lora_linear, lora_linear_reference
 from ...kernels.lora_linears import lora_linears
 from ...kernels.lora_mlp import lora_mlp
@@ -31,8 +31,7 @@ from ...kernels.types import Adapter, Projection
 from ...losses.model_parts import output_module
 from .. import structure
 from ..options import PatchOptions, PatchReport
-from .linears import GROUP, SharedInput, is_weight_and_bias, layers_of_one_input
-from .projections import is_plain
+from .linears import GROUP, SharedInput, is_plain, is_weight_and_bias, layers_of_one_input
 
 
 class _Ineligible(Exception):
@@ -46,12 +45,12 @@ def patch_lora(model: nn.Module, options: PatchOptions, replacements: Replacemen
     head = output_module(model)
     layers: Any = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
     for name, module in layers:
-        if module is head or module in replacements or isinstance(module, ParamWrapper):  # stacked_experts.py
+        if module is head or module in replacements or isinstance(module, ParamWrapper):  # experts.py
             continue
         refused = _refused(module)
         if refused is None:
             replacements.forward(module, _lora_linear_forward)
-            refused = _obstacle(module)
+            refused = _why_own_forward(module)
         if refused is None:
             report.swap("LoRA linear")
         else:
@@ -237,10 +236,10 @@ def _refused(module: nn.Module) -> str | None:
     """Say why the forward of a LoRA layer cannot be replaced, in any state of it."""
     if type(module) not in _lora_types():
         return f"lora.{type(module).__name__} is another kind of layer"
-    return (_disproof() if type(module) is LoraLinear else None) or structure.obstacle(module)
+    return (_disproof() if type(module) is LoraLinear else None) or structure.why_not_replaced(module)
 
 
-def _obstacle(module: nn.Module) -> str | None:
+def _why_own_forward(module: nn.Module) -> str | None:
     """Say why PEFT's forward will run in training, as the layer is now."""
     try:
         read(module, None)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.hooks import is_called
 from ...common.replacements import Replacements
+from ...compat.modules import is_called
 from ...errors import ConfigError
 from ...kernels.activation_linear import activation_reference
 from ...kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
@@ -30,9 +30,8 @@ from ...kernels.relu2 import relu2
 from ...losses.model_parts import decoder_layers
 from .. import structure
 from ..options import PatchOptions, PatchReport
-from .linears import is_weight_and_bias
+from .linears import is_weight_and_bias, linear, project, project_ungated
 from .lora import is_lora_mlp, mlp_with_lora
-from .projections import linear, project, project_ungated
 
 # The clamps that some models put on gate and up, read from the module's own numbers (gpt-oss, DeepSeek V4, GLM 5).
 
@@ -86,7 +85,7 @@ LAYOUTS: Mapping[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
 }
 PACKED = ("gate first", "up first")
 RULE = "_liger_trainer_mlp"  # the attribute of an MLP that one op may compute: its rule
-REMADE = "_liger_trainer_remade"  # the attribute of one that makes gate(x) and up(x) again: see remade_mlps.py
+REMADE = "_liger_trainer_remade"  # the attribute of one that makes gate(x) and up(x) again: see `remake_mlps`
 KEPT = (
     "memory: a {} keeps gate and up, since its layers cannot be computed as one op as they are called: they have "
     "hooks, or a 4-bit base computes in another dtype than its input's. estimate counts less memory than is taken."

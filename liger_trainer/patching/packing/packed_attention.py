@@ -1,12 +1,12 @@
 """Attention over packed rows by the lengths of their documents, without a mask and without the flash-attn package.
 
-On a GPU in 16 bits it is our kernel or PyTorch's FlashAttention-2 (flash.py). Where these cannot serve (a CPU, fp32,
-softcapping, sinks, wide heads), rows are cut at the documents, and the model's former implementation computes one
+On a GPU in 16 bits it is our kernel or PyTorch's FlashAttention-2 (documents.py). Where these cannot serve (a CPU,
+fp32, softcapping, sinks, wide heads), rows are cut at the documents, and the model's former implementation computes one
 document after the other. torchtitan and axolotl chose varlen attention for packed rows before.
 
 Two names are registered with transformers, one for each former implementation, and a third for rows of which each rank
-has a slice (ulysses.py). A model gets one by its configuration, for as long as it is patched; `save_pretrained` leaves
-it out.
+has a slice (packed_rows.py). A model gets one by its configuration, for as long as it is patched; `save_pretrained`
+leaves it out.
 """
 
 import inspect
@@ -27,8 +27,8 @@ from transformers.modeling_utils import PreTrainedModel
 from ...common.replacements import Replacements
 from ...errors import ConfigError
 from ..options import PatchReport
-from . import flash
-from .document_mask import DocumentMask, Documents, MaskMaker, numbers_of_documents
+from . import documents as flash
+from .documents import DocumentMask, Documents, MaskMaker, numbers_of_documents
 
 NAMES = {"sdpa": "liger_packed_sdpa", "eager": "liger_packed_eager"}
 OF_SLICES = "liger_packed_sdpa_of_slices"
@@ -42,7 +42,7 @@ def pack_attention(model: Any, replacements: Replacements, report: PatchReport, 
     Args:
         sliced: of the rows, each rank has a slice. The model runs sdpa.
     """
-    reason = obstacle_to_packing(model)
+    reason = why_not_packed(model)
     if reason is not None:
         report.leave(KIND, reason)
         return
@@ -51,7 +51,7 @@ def pack_attention(model: Any, replacements: Replacements, report: PatchReport, 
     report.swap(KIND)
 
 
-def obstacle_to_packing(model: Any) -> str | None:
+def why_not_packed(model: Any) -> str | None:
     """Say why a model keeps its own attention, None where it need not."""
     configs = attention_configs(model)
     if not configs:

@@ -17,8 +17,8 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from ...common.replacements import Replacements
 from ...kernels.runtime import without_data
+from ...patching.layers import linears
 from ...patching.layers import lora as patch_lora
-from ...patching.layers import projections
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def on_a_gpu(count: int, num_items: float) -> Iterator[None]:
     replaced = Replacements()
     # dropout on the CPU keeps its mask in the dtype of the input
     replaced.set(F, "dropout", _dropout)
-    replaced.set(projections, "WEIGHTS", (*projections.WEIGHTS, FakeTensor))
+    replaced.set(linears, "WEIGHTS", (*linears.WEIGHTS, FakeTensor))
     for place, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # used by transformers' mixtures of experts
         if hasattr(place, name):
             replaced.set(place, name, grouped_mm)

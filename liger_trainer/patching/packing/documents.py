@@ -1,0 +1,395 @@
+"""Which tokens of packed rows see one another, told by lengths in place of a mask of the row's length squared.
+
+transformers describes a mask by functions of positions, nested, and asks the attention implementation of a model to
+make the tensor. Where those functions say no more than "causal, within a window, within a document", `document_mask`
+returns a `DocumentMask` instead, as FlexAttention returns its BlockMask. The model hands it to its attention like any
+mask, gradient checkpointing included, so no attention can miss it.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from ...common.replacements import replaced_in_this_thread
+from ...errors import ConfigError
+from ...kernels.document_attention import document_attention, document_bounds, launches
+
+MaskFunction = Callable[..., Any]
+
+_padded_on_the_right = ContextVar("padded_on_the_right", default=False)
+
+
+@contextlib.contextmanager
+def padded_on_the_right(padded: bool = True) -> Iterator[None]:
+    """Within the context, padding stands behind the tokens of each row, where causal attention does not see it.
+
+    Then attention needs no mask, and nobody has to look at the one that came with the batch, which waits for the
+    device. What stands at the padding itself differs.
+    """
+    before = _padded_on_the_right.set(padded)
+    try:
+        yield
+    finally:
+        _padded_on_the_right.reset(before)
+
+
+@contextlib.contextmanager
+def documents_come_along(come: bool = True) -> Iterator[None]:
+    """Within the context, batches bring the lengths of their documents, so rows do hold several.
+
+    Then transformers need not look at the positions whether they do, which waits for the device.
+    """
+    name = "find_packed_sequence_indices"
+    former = getattr(masking_utils, name)
+    replaced = replaced_in_this_thread(masking_utils, name, numbers_of_documents, former)
+    with replaced if come else contextlib.nullcontext():
+        yield
+
+
+def numbers_of_documents(position_ids: Tensor) -> Tensor:
+    """Number the documents of each row from 0, by positions (rows, length) that begin anew in each."""
+    begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
+
+
+class Documents:
+    """Documents that lie end to end, each a sequence of its own.
+
+    Args:
+        ends: (documents + 1) int32, ascending from 0 to the number of tokens. Documents may be empty.
+        longest: tokens of the longest document, or more; None: read from `ends`, which waits for the device.
+    """
+
+    def __init__(self, ends: Tensor, longest: int | None = None):
+        self.ends = ends
+        self._longest = longest
+        self._bounds: Tensor | None = None
+
+    @cached_property
+    def longest(self) -> int:
+        return int(self.ends.diff().max()) if self._longest is None else int(self._longest)
+
+    def bounds(self, tokens: int, device: torch.device) -> Tensor:
+        """Return where each token's document begins and ends (`document_bounds`), computed once for all layers. A CUDA
+        graph computes its own, since the ends are others when it is replayed."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return document_bounds(self.ends.to(device), tokens)
+        if self._bounds is None or self._bounds.device != device:
+            with torch.inference_mode(False):  # a later pass may keep them for its backward
+                self._bounds = document_bounds(self.ends.to(device), tokens)
+        return self._bounds
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each document. Waits for the device."""
+        return self.ends.diff().tolist()
+
+    @classmethod
+    def of_rows(cls, rows: int, length: int, index: Tensor | None, device: Any) -> "Documents":
+        """Return the documents of rows laid end to end.
+
+        Args:
+            index: (rows, length), a number for each token that changes where the next document begins; None: each row
+                is one document.
+        """
+        if index is None:
+            return cls(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
+        begins = torch.ones_like(index, dtype=torch.bool)
+        torch.ne(index[:, 1:], index[:, :-1], out=begins[:, 1:])
+        ends = begins.flatten().nonzero().flatten()
+        return cls(torch.cat([ends, ends.new_tensor([index.numel()])]).to(torch.int32))
+
+
+class DocumentMask:
+    """Causal attention within documents, in place of a mask (rows, 1, length, length).
+
+    Args:
+        rows, length: of the batch.
+        index: (rows, length), the number of each token's document in its row; None: one document a row.
+        window: a token sees so many tokens, itself the last of them; None: all before it.
+        device: of the batch.
+        make: makes the mask of the former implementation, for rows that prove to hold one document each.
+    """
+
+    def __init__(
+        self, rows: int, length: int, index: Tensor | None, window: int | None, device: Any,
+        make: Callable[[], Tensor | None],
+    ):  # fmt: skip
+        self.rows, self.length, self.index, self.window, self.device = rows, length, index, window, device
+        self.make, self._read = make, index is not None
+
+    @cached_property
+    def documents(self) -> Documents:
+        """The documents, computed once for all layers that share this mask."""
+        return Documents.of_rows(self.rows, self.length, self.index, self.device)
+
+    @cached_property
+    def tensor(self) -> Tensor | None:
+        """The mask of the former implementation."""
+        return self.make()
+
+    def read(self, position_ids: Any) -> None:
+        """Look, once, for documents in positions (rows, length) that the model did not show its mask."""
+        if not self._read and isinstance(position_ids, Tensor) and position_ids.ndim == 2:
+            index = masking_utils.find_packed_sequence_indices(position_ids)
+            self.index = None if index is None else index.expand(self.rows, -1)
+            self._read = True
+
+    def to(self, device: Any, **how: Any) -> "DocumentMask":
+        """Return the mask on another device, as accelerate moves what it hands to a layer."""
+        if torch.device(device) == torch.device(self.device):
+            return self
+        index = None if self.index is None else self.index.to(device, **how)
+        moved = DocumentMask(self.rows, self.length, index, self.window, device, lambda: _moved(self.tensor, device))
+        moved._read = self._read
+        return moved
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NotATensor(name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
+        raise _NotATensor(getattr(function, "__name__", str(function)))
+
+
+def _moved(tensor: Tensor | None, device: Any) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+class _NotATensor(ConfigError, AttributeError):
+    """The model computes with its mask."""
+
+    def __init__(self, name: str):
+        super().__init__(
+            f"The model reads its attention mask as a tensor ({name}), and attention over packed rows has none. Set "
+            "`attention: model`, which leaves the model's own attention, or `packing: false`."
+        )
+
+
+class _Structure(NamedTuple):
+    """What a mask function of transformers says: causal, and these."""
+
+    index: Tensor | None = None
+    window: int | None = None
+
+
+def _code(function: Any) -> Any:
+    return function.__code__
+
+
+_NOTHING = torch.zeros(1, 1, dtype=torch.int64)
+_CAUSAL = _code(masking_utils.causal_mask_function)
+_AND = _code(masking_utils.and_masks())
+_WINDOW = _code(masking_utils.sliding_window_overlay(1))
+_PACKED = _code(masking_utils.packed_sequence_mask_function(_NOTHING))
+# Positions that start anew in each document, by which transformers (5.23, not yet 5.17) reads the rest of the mask.
+_REMAP = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+_REMAPPED = None if _REMAP is None else _code(_REMAP(masking_utils.causal_mask_function, _NOTHING))
+
+
+def structure_of(function: MaskFunction) -> _Structure | None:
+    """Return what a mask function says, None where it says anything beside causal, window and documents."""
+    leaves = list(_leaves(function))
+    if any(leaf is None for leaf in leaves) or not any(_code(leaf) is _CAUSAL for leaf in leaves):
+        return None
+    windows = [_closure(leaf)["sliding_window"] for leaf in leaves if _code(leaf) is _WINDOW]
+    packed = [_closure(leaf)["packed_sequence_mask"] for leaf in leaves if _code(leaf) is _PACKED]
+    if len(packed) > 1:
+        return None
+    return _Structure(packed[0] if packed else None, min(windows, default=None))
+
+
+def _leaves(function: Any) -> Any:
+    code = getattr(function, "__code__", None)
+    if code is _AND:
+        for part in _closure(function)["mask_functions"]:
+            yield from _leaves(part)
+    elif code is not None and code is _REMAPPED:
+        yield from _leaves(_closure(function)["mask_function"])
+    else:
+        yield function if code in (_CAUSAL, _WINDOW, _PACKED) else None
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    return {
+        name: cell.cell_contents
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    }
+
+
+@dataclass(frozen=True)
+class MaskMaker:
+    """A mask function of transformers' `AttentionMaskInterface`.
+
+    It makes a `DocumentMask` where rows hold several documents, and where a mask would only say "causal" or "within a
+    window", as attention alone sees lengths that came with the batch. For all else it calls the mask function of
+    `former`, "sdpa" or "eager".
+    """
+
+    former: str
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **how: Any) -> Any:
+        if not args and self._needs_none(**how):
+            return None
+        mask = None if args else self._document_mask(**how)
+        return mask if mask is not None else ALL_MASK_ATTENTION_FUNCTIONS[self.former](*args, **how)
+
+    def _needs_none(
+        self, *, q_length: int, kv_length: int, mask_function: MaskFunction = masking_utils.causal_mask_function,
+        attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any,
+    ) -> bool:  # fmt: skip
+        """Whether a mask would add to sdpa's `is_causal` nothing but padding behind the tokens."""
+        padded = attention_mask is not None and _padded_on_the_right.get() and self.former == "sdpa"
+        if not padded or use_vmap or q_length != kv_length:
+            return False
+        structure = structure_of(mask_function)
+        return structure is not None and structure.index is None and (structure.window or q_length) >= q_length
+
+    def _document_mask(
+        self, *, batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
+        mask_function: MaskFunction = masking_utils.causal_mask_function, attention_mask: Tensor | None = None,
+        use_vmap: bool = False, device: Any = "cpu", **how: Any,
+    ) -> DocumentMask | None:  # fmt: skip
+        alone = attention_mask is None and not use_vmap and q_length == kv_length > 1
+        if not alone or isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
+            return None
+        structure = structure_of(mask_function)
+        if structure is None:
+            return None
+        index, window = structure
+        if self.former == "sdpa" and index is None and (window is None or window >= q_length):
+            return None  # attention gets None, which is causal
+        make = functools.partial(
+            ALL_MASK_ATTENTION_FUNCTIONS[self.former], batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+            mask_function=mask_function, use_vmap=False, device=device, **how,
+        )  # fmt: skip
+        return DocumentMask(batch_size, q_length, index, window, device, make)
+
+
+# Attention over documents that lie end to end, by our kernel or PyTorch's FlashAttention-2.
+#
+# Causal attention without dropout, over heads of up to 128 columns, is our own kernel, which the number of documents
+# costs nothing (kernels/document_attention.py). The rest is FlashAttention-2 (Dao 2023, arXiv:2307.08691), the
+# operation below `torch.nn.attention.varlen` and `scaled_dot_product_attention`. It is called as the operation, whose
+# backward is PyTorch's own, since the function around it costs the host more at each layer.
+
+
+FLASH: Any = torch.ops.aten._flash_attention_forward
+# Keywords of an attention call about documents, which a call for one document does not get.
+_OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# Keywords that change the scores, which FlashAttention-2 does not know.
+_OF_SCORES = ("softcap", "s_aux", "position_bias")
+OWN_WIDTH = 128  # of a head; beyond it FlashAttention-2 is the faster one
+_DOCUMENTS: Any = WeakIdKeyDictionary()
+_FITS: dict[tuple, bool] = {}
+
+
+def former_attention(name: str, module: nn.Module) -> Any:
+    """Return transformers' function for "sdpa", or the eager function of an attention module."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"] if name == "sdpa" else eager_of(module)
+
+
+def eager_of(module: nn.Module) -> Callable | None:
+    """Return the eager attention function beside the class of an attention module."""
+    for kind in type(module).__mro__:
+        function = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    return None
+
+
+def _is_plain(former: Any) -> bool:
+    """Whether a function is sdpa, or the usual eager one, which most families of transformers copy word by word."""
+    ours, usual = former.__code__, modeling_llama.eager_attention_forward.__code__
+    plain = (ours.co_code, ours.co_names, ours.co_consts) == (usual.co_code, usual.co_names, usual.co_consts)
+    return plain or former is ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def for_one_document(how: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of an attention call without those about documents."""
+    return {name: value for name, value in how.items() if name not in _OF_DOCUMENTS}
+
+
+@torch.compiler.disable()
+def documents_of(ends: Any, how: dict[str, Any]) -> Documents:
+    """Return the documents that came with a batch: one object for all layers, as long as the tensor is unchanged."""
+    version = None if ends.is_inference() else ends._version
+    before = _DOCUMENTS.get(ends)
+    if before is None or version is None or before[0] != version:
+        # `ends` itself would never go
+        _DOCUMENTS[ends] = before = (version, Documents(ends.detach(), how.get("max_length_q")))
+    return before[1]
+
+
+def serves(former: Any, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> bool:
+    """Whether FlashAttention computes what `former` would.
+
+    Args:
+        former: the model's function of attention.
+        query, key, value: (rows, heads, length, width); keys and values may have fewer heads.
+        how: the call's keywords.
+    """
+    if query.device.type != "cuda" or any(how.get(name) is not None for name in _OF_SCORES):
+        return False
+    return _is_plain(former) and _fits((query, key, value), how.get("dropout", 0.0))
+
+
+def _fits(tensors: tuple[Tensor, ...], dropout: float) -> bool:
+    """Whether PyTorch's FlashAttention takes such tensors on this GPU, asked once for each kind of them."""
+    query, key, _ = tensors
+    grad, dtype = torch.is_grad_enabled() and query.requires_grad, _autocast_dtype(query)
+    kinds = tuple((x.dtype, x.shape[1], x.shape[3]) for x in tensors)
+    case = (query.device, kinds, dtype, grad, dropout > 0, torch.backends.cuda.flash_sdp_enabled())
+    if case not in _FITS:
+        params: Any = SDPAParams  # which has no signature for type checkers
+        asked = params(*(x.to(dtype) for x in tensors), None, dropout, True, query.shape[1] != key.shape[1])
+        _FITS[case] = query.shape[3] % 8 == 0 and can_use_flash_attention(asked)
+    return _FITS[case]
+
+
+def _autocast_dtype(query: Tensor) -> torch.dtype:
+    """Return the dtype that `scaled_dot_product_attention` would compute in."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: dict[str, Any], *,
+    causal: bool = True, window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Return attention within documents, (rows, length, heads, width).
+
+    Args:
+        query, key, value: (rows, heads, length, width), in fp16 or bf16, or under autocast.
+        documents: of the rows laid end to end.
+        how: the call's keywords, of which dropout and scaling are taken.
+        causal: a token sees those before it, and of these the last `window` - 1 if there is a window.
+    """
+    dtype = _autocast_dtype(query)
+    q, k, v = (x.to(dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if causal and not how.get("dropout") and q.shape[-1] <= OWN_WIDTH and launches(q):
+        bounds = documents.bounds(q.shape[0], q.device)
+        output = document_attention(q, k, v, documents.ends, scale=how.get("scaling"), window=window, bounds=bounds)
+        return output.unflatten(0, (query.shape[0], query.shape[2]))
+    ends, longest = documents.ends.to(q.device), documents.longest
+    left, right = (-1 if window is None else window - 1), (0 if causal else -1)
+    output = FLASH(
+        q, k, v, ends, ends, longest, longest, how.get("dropout", 0.0), causal and window is None, False,
+        scale=how.get("scaling"), window_size_left=left, window_size_right=right,
+    )[0]  # fmt: skip
+    return output.unflatten(0, (query.shape[0], query.shape[2]))

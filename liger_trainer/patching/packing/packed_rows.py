@@ -1,0 +1,221 @@
+"""Models in which the documents of a packed row would see one another, which are refused.
+
+Attention that goes through transformers' interface keeps documents apart. Other layers that mix tokens (state spaces,
+linear attention, convolutions) do so only where their kernels are told the documents. Which families do has been
+measured: tests/patching/test_document_leaks.py changes one document and looks at the others.
+"""
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ...errors import ConfigError
+from .packed_attention import NAMES, OF_SLICES, attention_configs, why_not_packed
+
+_ATTENTION = (
+    "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse",
+    "deepseek_sparse_attention", "moe",
+)  # fmt: skip
+# Families whose own attention, beside the interface, starts anew where positions do.
+_APART = ("codegen", "git", "gpt_neo", "gpt_neox_japanese", "gptj")
+# Families that hand the documents to the kernels of their other layers. transformers (5.23, not yet 5.17) refuses to
+# run packed rows without these kernels.
+_HAND_OVER = (
+    "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h",
+    "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "zamba", "zamba2",
+)  # fmt: skip
+# Families whose masks are made without positions: lengths alone tell their attention where documents end.
+_BLIND = (
+    "afmoe", "bert", "bert-generation", "biogpt", "camembert", "data2vec-text", "electra", "ernie", "gpt_oss", "opt",
+    "roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows in which several documents stand.
+
+    Attributes:
+        by_lengths: attention reads them by lengths, where the model can have it.
+        certain: there are such rows; else there may be, as a data collator of the user's own makes the batches.
+        sliced: of each row, a rank has a slice.
+    """
+
+    by_lengths: bool = True
+    certain: bool = True
+    sliced: bool = False
+
+
+def patch_packed_attention(model: Any, record: Any, rows: PackedRows | None) -> None:
+    """Prepare a model, without PEFT around it, for packed rows; None: there are none.
+
+    Args:
+        record: `Patched`, of a patched model; None: without one, the model's own attention stays.
+
+    Raises:
+        ConfigError: documents in one row would see one another, or that is not known. The message says why.
+    """
+    if rows is None:
+        return
+    by_lengths = rows.by_lengths and record is not None and why_not_packed(model) is None
+    reason = why_documents_mix(model, by_lengths, trusted=not rows.by_lengths) if rows.certain else None
+    if reason is not None:
+        raise ConfigError(
+            f"{type(model).__name__}: documents that are packed into one row would see one another: {reason}. Set "
+            "`packing: false` and `padding_free: false`."
+        )
+    if record is not None:
+        record.pack_attention(rows.sliced) if rows.by_lengths else record.unpack_attention()
+
+
+def why_documents_mix(model: Any, by_lengths: bool, trusted: bool = False) -> str | None:
+    """Say why documents in one row would see one another in a model, None where they would not.
+
+    Args:
+        by_lengths: its attention is computed by lengths.
+        trusted: an attention that is none of transformers', and cannot be checked, counts as sound.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return "its forward takes no position_ids, which would start anew with each document"
+    kinds = other_layers(model, config)
+    if kinds:
+        return _why_layers_mix(model, config, ", ".join(kinds))
+    trusted = trusted and not type(model).__module__.startswith("transformers.")
+    if not attention_configs(model) and config.model_type not in _APART and not trusted:
+        return "its attention does not go through transformers' interface (ALL_ATTENTION_FUNCTIONS)"
+    if config.model_type in _BLIND and config._attn_implementation in NAMES and not by_lengths:
+        return f"its {config._attn_implementation} attention ignores positions in its mask; `attention: auto` does not"
+    return None
+
+
+def other_layers(model: Any, config: Any) -> list[str]:
+    """Return the types of layers, or of modules, that mix tokens by something else than attention."""
+    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    others = {kind for kind in types if kind not in _ATTENTION}
+    return sorted(others or {type(module).__name__ for module in _convolving(model, config.num_hidden_layers)})
+
+
+def _convolving(model: Any, count: int) -> Iterator[nn.Module]:
+    """Yield the modules of the decoder's layers that hold a convolution over tokens."""
+    lists = [m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    for module in (module for layers in lists for module in layers.modules()):
+        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+            yield module
+
+
+def _why_layers_mix(model: Any, config: Any, kinds: str) -> str | None:
+    guarded = [f for place in {type(m).__module__ for m in model.modules()} for f in _guarded(sys.modules.get(place))]
+    if config.model_type not in _HAND_OVER or not guarded:
+        return f"its layers of type {kinds} take no lengths of documents"
+    missing = sorted({f.__name__ for f in guarded if not _closed_over(f)["is_new_implementation"]})
+    if missing:
+        return (
+            f"its layers of type {kinds} keep them apart with kernels that are not installed ({', '.join(missing)}, of "
+            "causal_conv1d, fla or mamba_ssm)"
+        )
+    return None
+
+
+def _guarded(module: Any) -> Iterator[Any]:
+    """Yield the functions of a modelling file for which transformers takes a kernel, or refuses packed rows."""
+    for value in vars(module).values() if module is not None else ():
+        if inspect.isfunction(value) and "is_new_implementation" in value.__code__.co_freevars:
+            yield value
+
+
+def _closed_over(function: Any) -> dict[str, Any]:
+    return dict(inspect.getclosurevars(function).nonlocals)
+
+
+# Attention over rows of which each rank has a slice: Ulysses (Jacobs et al. 2023, arXiv:2309.14509), by DeepSpeed.
+#
+# Around attention, the ranks exchange slices of all heads for whole rows of some heads. DeepSpeed puts that in the
+# place of an attention function of transformers, with the heads and the batch of the one model that it prepares, and in
+# train mode alone. A teacher may have other heads, and is in eval mode: it would silently read slices. So `SlicedRows`
+# lends it an exchange of its own while it reads a batch of slices.
+
+
+def why_not_sliced(model: Any) -> str | None:
+    """Say why a model, without PEFT around it, would not see whole rows as it does on one rank; None if it would.
+
+    Ulysses hands causal attention no mask: what only a mask says is lost.
+    """
+    configs = attention_configs(model)
+    if not configs:
+        return "its attention does not go through transformers' interface (ALL_ATTENTION_FUNCTIONS)"
+    kinds = other_layers(model, model.config.get_text_config(decoder=True))
+    if kinds:
+        return f"its layers of type {', '.join(kinds)} mix tokens beside attention, and would see slices"
+    for config in configs:
+        name, windows = config._attn_implementation, _windows(config)
+        flash = name.startswith("flash_attention")
+        if not flash and name not in ("sdpa", OF_SLICES):
+            return f"its attention is {name}: load it with attn_implementation sdpa or flash_attention_2"
+        if windows and not (flash and windows == {"sliding_attention"}):
+            return f"the windows of its attention ({', '.join(sorted(windows))}) are told by a mask, which is dropped"
+    return None
+
+
+def implementations_of(model: Any) -> set[str]:
+    """Return the names under which a model asks transformers for its causal attention."""
+    return {config._attn_implementation for config in attention_configs(model)}
+
+
+def _windows(config: Any) -> set[str]:
+    """Return the types of attention that see less than all tokens before one."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None and getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None):
+        return {"sliding_attention"}
+    return {kind for kind in kinds or () if kind not in ("attention", "full_attention")}
+
+
+class SlicedRows:
+    """The attention of a frozen model over rows of which each rank has a slice.
+
+    Args:
+        model: a model in which `why_not_sliced` finds none, before DeepSpeed prepares another one.
+    """
+
+    def __init__(self, model: Any):
+        self._own = {name: ALL_ATTENTION_FUNCTIONS[name] for name in implementations_of(model)}
+        self._exchanges: dict[tuple, Any] = {}
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within the context, attention of the model sees whole rows. All ranks of a row enter it together."""
+        before = {name: ALL_ATTENTION_FUNCTIONS[name] for name in self._own}
+        for name, own in self._own.items():
+            ALL_ATTENTION_FUNCTIONS[name] = functools.partial(self._attend, own)
+        try:
+            yield
+        finally:
+            ALL_ATTENTION_FUNCTIONS.update(before)
+
+    def _attend(
+        self, own: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **how: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute `own` over whole rows, of slices (rows, heads, length, width)."""
+        shape = (own, query.shape[0], query.shape[1], key.shape[1], query.shape[3])
+        if shape not in self._exchanges:
+            self._exchanges[shape] = _exchange(*shape)
+        return self._exchanges[shape](module, query, key, value, None, **how)
+
+
+def _exchange(own: Any, rows: int, heads: int, key_heads: int, width: int) -> Any:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # pyright: ignore[reportMissingImports]
+        UlyssesSPAttentionHF,
+    )
+    from deepspeed.utils import groups  # pyright: ignore[reportMissingImports]
+
+    return UlyssesSPAttentionHF(
+        own, batch_size=rows, attn_head_count=heads, attn_head_size=width, kv_head_count=key_heads,
+        num_hidden_layers=1, process_group=groups._get_sequence_parallel_group(), seq_length_is_variable=True,
+    )  # fmt: skip
