@@ -29,6 +29,7 @@ def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, a
     from ..tools.estimate.estimator import estimate as run
     from ..tools.estimate.estimator import gpu_named, present_gpu
 
+    # A wrong name is told before the simulation, which takes seconds.
     named = gpu_named(gpu) if gpu is not None else None
     settings = checked(config, overrides)
 
@@ -38,6 +39,7 @@ def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, a
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
     else:
         _print(found)
+    # None without a GPU to compare with: then nothing does not fit.
     if found.fits is False:
         assert found.gpu is not None
         raise DoesNotFitError(
@@ -64,6 +66,7 @@ def _print(found: "Estimate") -> None:
         "Highest of each phase, without cuBLAS workspaces: "
         + ", ".join(f"{k} {v:,.0f}" for k, v in found.peaks_mib.items())
     )
+    # Where they are always recorded, they are part of the peak.
     if found.graphs_mib is not None and "CUDA graphs" not in found.parts_mib:
         console.print(f"CUDA graphs keep {found.graphs_mib:,.0f} MiB more, where the GPU has them free.")
     _print_amounts(console, found)

@@ -34,6 +34,7 @@ SECTIONS = {
     "sampling": "completions that are sampled in training",
     "elsewhere": "the rest of TRL's DistillationConfig",
 }
+# Sections whose keys only `recipe: distill` knows.
 DISTILL_ONLY = ("distillation", "sampling", "elsewhere")
 SOURCES = ("trl", "transformers")
 
@@ -78,6 +79,7 @@ def from_json(document: dict[str, Any]) -> Schema:
     keys = {}
     for name, rule in document["properties"].items():
         rule = dict(rule)
+        # Our own entries in the schema; what is left is the rule.
         section, default = rule.pop("x-section"), rule.pop("default")
         keys[name] = Key(section, default, rule, rule.pop("description", ""))
     return Schema(keys, document["x-generated-from"])
@@ -109,6 +111,7 @@ def installed_versions() -> dict[str, str]:
 
 
 MAX_BYTES = 100_000
+# tests/tools/test_promises.py compares this promise with `estimate`.
 _NEEDS = re.compile(r"^# Needs (?:(\d+) GPUs?, about (\d+) GB(?: each)?|two CPU cores, (\d+) GB)[;, ]", re.M)
 
 
@@ -150,6 +153,7 @@ def find_config(name: str) -> tuple[str, str]:
     """
     path = Path(name).expanduser()
     if path.is_file():
+        # A file of data named by mistake would be parsed for minutes.
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{name}: larger than {MAX_BYTES // 1000} kB, which is no configuration.")
         try:
@@ -157,6 +161,7 @@ def find_config(name: str) -> tuple[str, str]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{name}: cannot be read as UTF-8 text: {error}") from None
     known = built_in_configs()
+    # `ls` prints names without the suffix, and people type it.
     wanted = name.removesuffix(".yaml").removesuffix(".yml")
     if wanted in known:
         return known[wanted].read_text(encoding="utf-8"), f"{wanted}.yaml"

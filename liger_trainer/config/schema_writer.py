@@ -28,6 +28,7 @@ from .schema import FILE, SECTIONS, Schema, from_json, installed_versions, shipp
 
 # their descriptions are ours to ship
 OWN = ("run", "launch", "rows", "images", "step", "qat", "non_finite", "distillation", "sampling")
+# Limits of keys that are TRL's and transformers': their dataclasses declare none.
 _AT_LEAST_ONE = (
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length lora_r lora_alpha "
     "dataset_num_proc save_total_limit torch_empty_cache_steps"
@@ -45,6 +46,7 @@ LIMITS: dict[str, dict[str, float]] = {
     "label_smoothing_factor": {"ge": 0, "lt": 1},
     "test_split_size": {"gt": 0, "lt": 1},
 }
+# PEFT knows more tasks, and no trainer here trains them.
 CHOICES = {"lora_task_type": ["CAUSAL_LM"]}
 _ENTRY_TYPES = {
     "name": {"type": "string"},
@@ -128,6 +130,7 @@ def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
         "qat": QatConfig, "non_finite": NonFiniteConfig, "training": SFTConfig, "distillation": LigerDistillConfig,
         "sampling": SamplingConfig,
     }  # fmt: skip
+    # Not every TRL has it at this place.
     if hasattr(trl, "DistillationConfig"):
         classes["elsewhere"] = trl.DistillationConfig
     apart = {"distillation": {item.name for item in dataclasses.fields(SamplingConfig)}}  # inherited, and listed later
@@ -162,6 +165,7 @@ def _rule(hint: Any, choices: Iterable[str] = ()) -> Rule:
     options = [*choices] or [member.value for enum in members if _is_enum(enum) for member in enum]
     if options:
         return {"enum": [*options, *([None] if type(None) in members else [])]}
+    # int | None becomes ["integer", "null"], list[str] also what is in it.
     rule: Rule = {"type": []}
     for member in members:
         kind, inside = _type(member)
@@ -257,6 +261,7 @@ def write(root: Path) -> list[Path]:
     """Write both files into the checkout at `root`, and return their paths."""
     schema, reference = root / "liger_trainer" / "config" / FILE, root / "docs" / "configs.md"
     schema.write_text(schema_text(json_schema()), encoding="utf-8")
+    # The page below is written from the schema that was just written.
     shipped_schema.cache_clear()
     reference.write_text(markdown(), encoding="utf-8")
     return [schema, reference]

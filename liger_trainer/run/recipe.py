@@ -67,6 +67,7 @@ def prepare(config: "RunConfig") -> OpenedRun:
         DataError: the dataset is wrong.
     """
     clock = Clock()
+    # What costs nothing is checked first. The rows come after the model, since their token ids are checked against it.
     output_dir = check_output_dir(config)
     check_checkpoint(config)
     student = open_model(config, "model_name_or_path")
@@ -91,6 +92,7 @@ def load_trainer(run: OpenedRun, trainer_class: type[TrainerT], args: Any, **tea
             train_dataset=run.data.train,
             eval_dataset=run.data.test,
             processing_class=run.student.processing,
+            # A model that has adapters already must not get a second set.
             peft_config=None if isinstance(student, PeftModel) else get_peft_config(config.model_args()),
             **teacher,
         )
@@ -122,6 +124,7 @@ def train_and_save(
         ConfigError: another process trains in the output directory.
         StorageError: the disk is full, read-only or over its quota.
     """
+    # Until metrics.json is there: a run that begins in between would remove what this one has saved.
     with trainer.folder_locked():
         measure_now = partial(measure, trainer, prompts, run.config["max_new_tokens"])
         return _train_and_save(run, trainer, measure_now, prompts, rows, teacher_texts, teacher)
@@ -140,9 +143,11 @@ def _train_and_save(
     with writing_to(run.output_dir, resume_hint(run.output_dir)):
         before, training = train(trainer, config, measure_now, clock, partial(_show_before, run.console, rows))
         with clock("save"):
+            # Before the last evaluation, so that nothing that fails from here on costs the weights.
             save_student(trainer, config, run.output_dir)
     with clock("measure_after"):
         after = measure_now()
+        # Right after the student: what else the machine does slows both alike.
         of_teacher = teacher() if teacher else None
     results = RunResults(
         recipe=config.recipe,
@@ -183,6 +188,7 @@ def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> Non
     Raises:
         ConfigError: the merged model's logits are not those with the adapter.
     """
+    # The base without the dropped layers is nowhere on disk, so an adapter of it could not be loaded.
     if isinstance(trainer.model, PeftModel) and config.drops_layers():
         trainer.model = merged(trainer.model)
     model: Any = trainer.model
@@ -203,6 +209,7 @@ def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "Ru
         content = redacted(_for_json({**asdict(results), **_circumstances(config)}))
         write_atomically(output_dir / METRICS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         _report(output_dir)
+    # Errors are raised only after this: processes that still wait for one another would hang.
     trainer.accelerator.end_training()  # ends the process group too
     nans = [name for name, value in results.after.items() if math.isnan(value)]
     if nans:
@@ -216,6 +223,7 @@ def _push(trainer: Trainer, config: "RunConfig") -> Exception | None:
     """Push the model and return the error, if any: it must not cost the results, which are not written yet."""
     try:
         trainer.push_to_hub(dataset_name=config["dataset_name"])
+    # Training took hours, and the token may have expired: the results are written first.
     except Exception as error:  # errors of huggingface_hub and of its HTTP client
         return error
     return None
@@ -236,6 +244,7 @@ def _write_card(trainer: Trainer, config: "RunConfig", output_dir: Path, results
         if trainer.is_world_process_zero():
             write_atomically(output_dir / NAME, redact(str(model_card(config, results, model))))
 
+    # TRL and PEFT write a card of their own on each save and push, which would replace this one.
     trainer.create_model_card = write
     write()
 
@@ -275,6 +284,7 @@ def _for_json(value: Any) -> Any:
         return {str(k): _for_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_for_json(v) for v in value]
+    # json.dumps would write NaN, which strict readers refuse.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
@@ -306,6 +316,7 @@ def next_commands(output_dir: Path, adapter: bool) -> dict[str, str]:
         return shlex.join(["liger-trainer", *words])
 
     run, name = str(output_dir), output_dir.resolve().name
+    # `.` and `..` have no name to put a suffix on.
     above = output_dir / ".." if output_dir.name in ("", "..") else output_dir.parent
     if adapter:
         last = line("merge", run, str(above / f"{name}-merged")), "adapter and base as one model"

@@ -103,6 +103,7 @@ def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None
     data.add_column()
     data.add_column(overflow="fold")
     for name, value in asdict(facts).items():
+        # Nothing was skipped, or there are no images: the row would say nothing.
         if value == {} or (name == "images" and value is None):  # nothing skipped, no images
             continue
         if isinstance(value, dict):
@@ -178,6 +179,7 @@ def check_output_dir(config: "RunConfig") -> Path:
             would replace, and `overwrite_output_dir` is not set; another process trains in it; it is the directory of
             an input model; or it cannot be written.
     """
+    # A shell expands ~ only at the start of a word, so output_dir=~/x comes as it is.
     output_dir = Path(config["output_dir"]).expanduser()
     if (output_dir / METRICS).is_file() and not config["overwrite_output_dir"]:
         advice = "choose another output_dir or set overwrite_output_dir=true"
@@ -197,6 +199,7 @@ def check_output_dir(config: "RunConfig") -> Path:
     if foreign and not config["overwrite_output_dir"]:
         advice = "choose another output_dir, or set overwrite_output_dir=true to replace them"
         raise config.error("output_dir", f"{output_dir} holds {', '.join(foreign)}, which no run wrote; {advice}.")
+    # Ranks of one run would find the lock of their first process, and refuse.
     if is_main_process():  # which takes the lock for all
         refuse_if_held(output_dir)
     check_writable(config, "output_dir", output_dir)
@@ -211,6 +214,7 @@ def check_writable(config: "RunConfig", key: str, path: Path) -> None:
     Raises:
         ConfigError: the folder, or the nearest one above it that exists, cannot be written to.
     """
+    # The folder itself is made when training begins, so that a mistake before leaves nothing behind.
     nearest = next(above for above in (path, *path.absolute().parents) if above.exists())
     try:
         with TemporaryDirectory(dir=nearest, prefix=".liger-trainer-"):

@@ -125,6 +125,7 @@ def diagnose(config: Any, options: PatchOptions | None = None) -> PatchReport:
 
 def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) -> PatchReport:
     try:
+        # Shapes only: the largest families would not fit into memory.
         with torch.device("meta"):
             model = build(config)
     except Exception as error:  # each family has its own checks
@@ -135,6 +136,7 @@ def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) 
             ) from None
         raise ConfigError(f"The model of a {type(config).__name__} cannot be built: {_words(error)}") from None
     report = _report_of(model, options or PatchOptions())
+    # Its layers are patched by themselves: no labels reach them, so there is no loss to fuse.
     tower = vision_tower(model)
     if tower is not None:
         report.tower = _report_of(tower[1], replace(options or PatchOptions(), fused_linear_cross_entropy=False))
@@ -152,6 +154,7 @@ def _report_of(model: Any, options: PatchOptions) -> PatchReport:
 
 def _swapped_classes(model: Any) -> set[str]:
     """Name the classes of layers that have a method of ours. An attention is one where its rotation is swapped."""
+    # Linear layers are left out: what is swapped in them shows in the layer around them.
     layers = (module for module in model.modules() if module is not model and not hasattr(module, "in_features"))
     return {type(layer).__name__ for layer in layers if _computes(layer, "forward") or _computes(layer, "_apply_gate")}
 
@@ -173,6 +176,7 @@ def class_of(config: Any) -> str | None:
 
 def other_classes() -> list[str]:
     """Name the classes of transformers with a causal-LM head that AutoModelForCausalLM does not make."""
+    # AutoModelForCausalLM is asked first, so that each class is reported once.
     causal_lms = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
     classes = [name for name in dir(transformers) if name[:1].isupper() and name not in causal_lms]
     return [name for name in classes if _has_causal_lm_head(getattr(transformers, name))]  # imports every model
@@ -190,6 +194,7 @@ def _has_causal_lm_head(model_class: Any) -> bool:
 
 def diagnose_all() -> list[Diagnosis]:
     """Diagnose every class with a causal-LM head, with its default configuration: families first, then the others."""
+    # Classes share families, such as a model of text and one that also reads images.
     families = [_of_family(family, name) for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()]
     return families + [_of_class(name) for name in other_classes()]
 
