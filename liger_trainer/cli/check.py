@@ -99,8 +99,6 @@ def schema(
 
 
 # `preview`: rows as the model will see them, supervised tokens coloured.
-
-
 SUPERVISED, OTHER = "bold green", "dim"
 MARKS = ("⟦", "⟧")  # marks around supervised text if there are no colours
 

@@ -102,8 +102,6 @@ def _print_all(diagnoses: "list[Diagnosis]") -> None:
 
 
 # `env`: the installed versions, the GPU, and what is missing for which purpose.
-
-
 NEEDED = (
     "torch", "transformers", "trl", "peft", "datasets", "accelerate", "safetensors", "typer", "rich", "PyYAML",
     "jinja2", "matplotlib",
@@ -175,8 +173,6 @@ def _print_versions(facts: dict[str, Any]) -> None:
 
 
 # `selfcheck`: compare the gradients of the ops with plain torch, on this device.
-
-
 DTYPES = ("float32", "bfloat16", "float16")
 PACKAGES = ("liger-trainer", "torch", "triton", "transformers")
 

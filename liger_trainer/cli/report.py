@@ -29,7 +29,7 @@ def report(
         raise ConfigError(f"--output: expected a name that ends in .html, got {output}.")
     from ..common.files import REPORT, writing_to
     from ..run.reports.html import is_report, write_report
-    from ..run.reports.read_run import read_runs
+    from ..run.reports.tables import read_runs
 
     runs = read_runs(run_dirs)
     # A run's own report may always be written again.

@@ -62,8 +62,6 @@ def _end_with_parent(_: Any) -> None:
 
 
 # End work that takes too long or too much memory, such as a chat template that never ends.
-
-
 try:
     import resource
 except ImportError:  # Windows

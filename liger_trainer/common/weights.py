@@ -128,8 +128,6 @@ def named(names: Iterable[str]) -> str:
 #
 # `merged` is the only function here that merges. It compares logits before and after, since PEFT adds a product to a
 # matrix that embedding and head share, and warns.
-
-
 UNREADABLE = (SafetensorError, EOFError, UnpicklingError)
 # |merged - adapter's| / |adapter's| of the logits. In half precision each merged weight is rounded once; in 4 and 8
 # bits PEFT quantises the sum again.

@@ -279,8 +279,6 @@ def _stop_without(pids: list[int]) -> None:
 
 
 # Where a run happens: versions and devices, as `env` prints them and metrics.json records them.
-
-
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "datasets", "accelerate")
 
 

@@ -266,7 +266,7 @@ def _report(output_dir: Path) -> None:
         StorageError: the disk is full, read-only or over its quota.
     """
     from .reports.html import write_report
-    from .reports.read_run import read_runs
+    from .reports.tables import read_runs
 
     advice = f"again: liger-trainer report {shlex.quote(str(output_dir))}"
     try:
@@ -291,8 +291,6 @@ def _for_json(value: Any) -> Any:
 
 
 # The last lines of a run: the verdict, and three commands that go on from here.
-
-
 STYLES = {"good": "green", "bad": "red", "": "yellow"}
 
 

@@ -161,8 +161,6 @@ def print_rows(console: Console, rows: dict[str, RowFacts]) -> None:
 #
 # The trained weights are saved before the last evaluation, and metrics.json last of all: its presence means that the
 # run is finished, and nothing that follows training can lose the model.
-
-
 WRITTEN = (  # names that a run writes, and others do, too
     CONFIG, REPORT, "README.md", "config.json", "generation_config.json", "model.safetensors",
     "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",

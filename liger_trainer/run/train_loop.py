@@ -231,8 +231,6 @@ def _facts(trainer: LigerTrainer, seconds: float, first: MeasureBefore) -> Train
 
 
 # Stop training early, with a checkpoint: on a signal, or when the hours that a run may take are over.
-
-
 OUT_OF_TIME = 1000  # above the number of every signal
 SECOND_SIGINT_AFTER = 1.0  # seconds; one Ctrl-C can arrive twice, from the terminal and from a launcher
 
@@ -328,8 +326,6 @@ class _Notes:
 
 
 # What is seen of a run while it goes: a line a log and a line an evaluation, which stay, and bars on a terminal.
-
-
 IN_TRAINING = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "grad_norm")
 # Metrics of a line. Terms of a loss follow the loss; accuracy is shown where there is no agreement.
 HELD_OUT = ("loss", "forward_kl", "reverse_kl", "agreement_at_1", "perplexity", "mean_token_accuracy")

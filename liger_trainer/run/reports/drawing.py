@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from .read_run import RunRecord, number
-from .tables import duration, has_other_name
+from .tables import RunRecord, duration, has_other_name, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -439,8 +438,6 @@ def _svg(figure: "Figure", chart: Chart, axis: Axis, lines: Sequence[tuple[Line,
 #
 # Over the plot lie transparent strips, one for each place that has points; the one under the pointer shows its line,
 # its points and its values, by CSS without a script.
-
-
 HOVERED = 120  # places of a chart that show values, about
 FEWEST = 20  # points of a line that show theirs, where there are many lines
 NARROWEST = 0.5  # gap between places, in points of the page: nearer ones share a strip

@@ -12,13 +12,14 @@ from ... import __version__
 from ...common.files import refuse_links, write_atomically
 from ...secrets import redact
 from .drawing import SERIES, Drawing, axes_of, draw, points, reading
-from .read_run import Completion, RunRecord, names
 from .tables import (
     DISTILL_ROWS,
     OTHER_TOKENS_ROWS,
     SFT_ROWS,
+    Completion,
     Grid,
     MetricRow,
+    RunRecord,
     before_and_after,
     best_of,
     change,
@@ -31,6 +32,7 @@ from .tables import (
     figure,
     latest,
     memory,
+    names,
     of_the_same_rows,
     parameters,
     parts_of_the_time,
