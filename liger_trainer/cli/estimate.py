@@ -53,7 +53,7 @@ def _print(found: "Estimate") -> None:
 
     console = Console(highlight=False)
     console.print(_model(found))
-    console.print(f"Memory of a GPU at its highest, {_WHEN[found.phase]}:")
+    console.print(f"Memory of a GPU at its highest, in the {_PHASES.get(found.phase, found.phase)}:")
     table = Table()
     table.add_column("part")
     table.add_column("MiB", justify="right")
@@ -73,10 +73,7 @@ def _print(found: "Estimate") -> None:
     _print_verdict(console, found)
 
 
-_WHEN = {
-    "teacher": "in the teacher's forward", "forward": "in the forward", "loss": "in the loss",
-    "backward": "in the backward", "optimizer": "in the optimizer's step",
-}  # fmt: skip
+_PHASES = {"teacher": "teacher's forward", "optimizer": "optimizer's step"}  # the others are called as they are
 
 
 def _model(found: "Estimate") -> str:

@@ -31,9 +31,7 @@ _WORDS = {
     "boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text", "array": "a list",
     "object": "a mapping", "null": "null",
 }  # fmt: skip
-_ITEMS = {
-    "string": "text", "integer": "integers", "number": "numbers", "object": "mappings", "boolean": "true and false",
-}  # fmt: skip
+_ITEMS = dict(string="text", integer="integers", number="numbers", object="mappings", boolean="true and false")
 LIMIT_NAMES = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _BOUNDS = (
     ("minimum", "of at least", float.__ge__),

@@ -221,20 +221,17 @@ def markdown() -> str:
     """docs/configs.md: every key of the shipped schema with type and default, by where it comes from."""
     schema = shipped_schema()
     versions = " and ".join(f"{package} {number}" for package, number in schema.versions.items())
-    return "\n".join(
-        [
-            "# Keys of a configuration",
-            "",
-            "<!-- Written by `liger-trainer schema --write`; do not edit. -->",
-            "",
-            f"Every key that `liger-trainer run` knows, with {versions}. `liger-trainer config` prints them",
-            "with their effective values and where each was set; `liger-trainer schema` prints this as JSON Schema,",
-            "and with `--describe` also the texts that the installed TRL and transformers have for theirs. How values",
-            "are given, and what is accepted beside these names: [the command line](cli.md).",
-            *_tables(),
-            "",
-        ]
-    )
+    tables = "\n".join(_tables())
+    return f"""# Keys of a configuration
+
+<!-- Written by `liger-trainer schema --write`; do not edit. -->
+
+Every key that `liger-trainer run` knows, with {versions}. `liger-trainer config` prints them
+with their effective values and where each was set; `liger-trainer schema` prints this as JSON Schema,
+and with `--describe` also the texts that the installed TRL and transformers have for theirs. How values
+are given, and what is accepted beside these names: [the command line](cli.md).
+{tables}
+"""
 
 
 def _tables() -> Iterator[str]:

@@ -299,27 +299,22 @@ def document(diagnoses: Iterable[Diagnosis]) -> str:
     """Write docs/models.md."""
     diagnoses = list(diagnoses)
     families = [d for d in diagnoses if d.name == d.family]
-    return "\n".join(
-        [
-            "# Models",
-            "",
-            "What [`patch`](patching.md) swaps in each causal-LM family of transformers "
-            f"{transformers.__version__}, with the family's default",
-            "configuration. There is no list of models in the code: layers are found by structure, and proved before "
-            "they are swapped. The",
-            "page is what this command prints:",
-            "",
-            "```bash",
-            "liger-trainer doctor --all --markdown",
-            "```",
-            "",
-            *_counted("families", families),
-            *_share_left_alone(families),
-            *_counted("other classes with a causal-LM head", [d for d in diagnoses if d.name != d.family]),
-            "",
-            markdown(diagnoses),
-        ]
-    )
+    others = [d for d in diagnoses if d.name != d.family]
+    counted = [*_counted("families", families), *_share_left_alone(families)]
+    counted += _counted("other classes with a causal-LM head", others)
+    return f"""# Models
+
+What [`patch`](patching.md) swaps in each causal-LM family of transformers {transformers.__version__}, with the family's default
+configuration. There is no list of models in the code: layers are found by structure, and proved before they are swapped. The
+page is what this command prints:
+
+```bash
+liger-trainer doctor --all --markdown
+```
+
+{chr(10).join(counted)}
+
+{markdown(diagnoses)}"""  # noqa: E501
 
 
 def _share_left_alone(diagnoses: list[Diagnosis]) -> list[str]:

@@ -195,9 +195,7 @@ class _TrainerSteps:
     move them, so it is added at the end.
     """
 
-    def __init__(
-        self, spec: StepSpec, student: Any, teacher: Any, tracker: MemoryTracker, resident: list[Tensor]
-    ):  # fmt: skip
+    def __init__(self, spec: StepSpec, student: Any, teacher: Any, tracker: MemoryTracker, resident: list[Tensor]):
         self.spec, self.student, self.teacher, self.tracker = spec, student, teacher, tracker
         self.trained = [p for p in student.parameters() if p.requires_grad]
         # By id: tensors compare by their numbers, of which there are none.
