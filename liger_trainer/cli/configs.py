@@ -1,4 +1,4 @@
-"""`ls`, `cat` and `cp`: the built-in configurations."""
+"""`ls`, `cat`, `cp` and `new`: the built-in configurations, and how to write another."""
 
 import json
 import re

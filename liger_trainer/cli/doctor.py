@@ -1,4 +1,4 @@
-"""`doctor`: what `patch` would swap in a model, what it would not, and why."""
+"""`doctor`, `env` and `selfcheck`: what `patch` would swap, what is installed, and whether the ops are right."""
 
 import dataclasses
 import json

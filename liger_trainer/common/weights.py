@@ -1,4 +1,4 @@
-"""Load models and adapters only from files that have all of their weights, and no others.
+"""Load models and adapters only from files that have all of their weights, and no others; merge adapters.
 
 transformers and PEFT draw missing weights at random, leave unexpected ones out, and only warn. Here that is an error
 which names the tensors.

@@ -1,8 +1,9 @@
-"""The keys a configuration may have: read from schema.json, so that nothing of TRL or torch is imported.
+"""What comes with the package: the keys that a configuration may have, in schema.json, and configurations.
 
-That file is a JSON Schema, for editors too, written by `liger-trainer schema --write` from the dataclasses of TRL and
-ours (`schema_writer`). It holds the keys of the TRL and transformers it was written with; where others are installed,
-`schema_writer.installed_schema` reads their dataclasses instead, at the price of importing them.
+Nothing of TRL or torch is imported. schema.json is a JSON Schema, for editors too, written by `liger-trainer schema
+--write` from the dataclasses of TRL and ours (`schema_writer`). It holds the keys of the TRL and transformers it was
+written with; where others are installed, `schema_writer.installed_schema` reads their dataclasses instead, at the
+price of importing them.
 """
 
 import importlib.resources

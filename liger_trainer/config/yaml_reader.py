@@ -1,4 +1,4 @@
-"""Reads YAML and keeps the line of every value.
+"""Reads settings, from YAML and from a command line, and keeps the place of every value.
 
 Scalars follow YAML 1.2: `2e-4` is a number and `no` is a string (so `eval_strategy: no` means what it says); where a
 switch is wanted, `yes`, `no`, `on` and `off` are understood as such later, by the type of the key.

@@ -1,4 +1,7 @@
-"""Start a run again through accelerate's launcher, for several processes, and end all of them together."""
+"""How and where a run starts: again in its folder, in several processes through accelerate's launcher, on which device.
+
+The processes of a launcher end together. Imports no torch until it is needed.
+"""
 
 import importlib.metadata
 import json

@@ -1,4 +1,4 @@
-"""What every recipe does around the trainer that is its own: check, load, measure, train, save, measure again."""
+"""What every recipe does around its trainer: check, load, measure, train, save, measure again, and end."""
 
 import json
 import math
@@ -177,6 +177,10 @@ def _train_and_save(
 
 def _show_before(console: Console, rows: tuple[MetricRow, ...], before: dict[str, float]) -> None:
     print_before(console, shown_rows(rows, [before]), before)
+
+
+# What is written, and in which order: the trained weights before the last evaluation, and metrics.json last of all. Its
+# presence means that the run is finished, and nothing that follows training can lose the model.
 
 
 def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> None:

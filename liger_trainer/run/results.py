@@ -1,4 +1,4 @@
-"""The results of a run, and what it prints: configuration and data at the start, results at the end."""
+"""The results of a run, what it prints of its data and of them, and whether its output directory may be written to."""
 
 import shlex
 import shutil
@@ -157,10 +157,7 @@ def print_rows(console: Console, rows: dict[str, RowFacts]) -> None:
     console.print(table)
 
 
-# The output directory of a run: what may be written there, what is written, and in which order.
-#
-# The trained weights are saved before the last evaluation, and metrics.json last of all: its presence means that the
-# run is finished, and nothing that follows training can lose the model.
+# The output directory at the start of a run.
 WRITTEN = (  # names that a run writes, and others do, too
     CONFIG, REPORT, "README.md", "config.json", "generation_config.json", "model.safetensors",
     "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",

@@ -1,4 +1,4 @@
-"""The training of a run: measure the student, train it, and say what that took."""
+"""The training of a run: measure the student, train it, stop it early, show how it goes, and say what that took."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Draw the charts of a report: as a PNG, and for the page as an SVG for each thing that a curve can be over.
+"""The charts of a report: which there are, and drawn as a PNG, and for the page as an SVG for each kind of x axis.
 
 A chart is drawn in light colours. Its PNG has a white background; in its SVG the colours are CSS variables of the page,
 which has other values for them in dark mode. The page shows one SVG of a chart at a time.
