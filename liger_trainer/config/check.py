@@ -68,7 +68,10 @@ def _check_settings(
     problems += _unknown(given, schema, recipe)
     problems += _wrong_types(known, keys)
     problems += _missing(given, recipe, label)
-    problems += _left_out(given)
+    for key, setting in given.items():
+        if SECRET in repr(setting.value):  # a run wrote it down without the secret
+            message = f"a secret was left out here ({SECRET}); give it again on the command line: {key}=..."
+            problems.append(Finding(setting.where, key, message))
 
     # A key that is wrong by itself is left out of all checks of several keys: one mistake, one message.
     wrong = {problem.key for problem in problems}
@@ -167,14 +170,6 @@ def _wrong_types(settings: Mapping[str, Setting], keys: Mapping[str, Any]) -> It
                 if key == "losses" and f"'{kind}'" in message:
                     message = f"{kind} was removed: {instead}."
             yield Finding(setting.place(path), key, f"{steps}: {message}" if steps else message)
-
-
-def _left_out(given: Mapping[str, Setting]) -> Iterator[Finding]:
-    """Settings that a run wrote down without the secret in them."""
-    for key, setting in given.items():
-        if SECRET in repr(setting.value):
-            message = f"a secret was left out here ({SECRET}); give it again on the command line: {key}=..."
-            yield Finding(setting.where, key, message)
 
 
 def _no_loss(values: Mapping[str, Any], settings: Mapping[str, Setting], label: str) -> Iterator[Finding]:

@@ -162,7 +162,9 @@ def _property(item: dataclasses.Field, hint: Any, section: str, described: bool)
 
 def _rule(hint: Any, choices: Iterable[str] = ()) -> Rule:
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    options = [*choices] or [member.value for enum in members if _is_enum(enum) for member in enum]
+    options = [*choices] or [
+        member.value for enum in members if isinstance(enum, type) and issubclass(enum, Enum) for member in enum
+    ]
     if options:
         return {"enum": [*options, *([None] if type(None) in members else [])]}
     # int | None becomes ["integer", "null"], list[str] also what is in it.
@@ -197,10 +199,6 @@ def _type(member: Any) -> tuple[str, Rule]:
             "additionalProperties": False,
         }
     return "object", {}  # a class that is built from a mapping, such as ParallelismConfig
-
-
-def _is_enum(member: Any) -> bool:
-    return isinstance(member, type) and issubclass(member, Enum)
 
 
 def schema_text(document: Mapping[str, Any]) -> str:

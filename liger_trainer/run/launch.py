@@ -104,20 +104,14 @@ def launcher_arguments(config: "RunConfig") -> list[str]:
         if spec.section != "launch" or config[key] is None:
             continue
         if key == "accelerate_config":
-            arguments += ["--config_file", str(_accelerate_config(config))]
+            file, names = accelerate_file(config[key]), sorted(accelerate_names())
+            if file is None:
+                hint = did_you_mean(config[key], names)
+                raise config.error(key, f"expected a file or one of {', '.join(names)}, got {config[key]!r}.{hint}")
+            arguments += ["--config_file", str(file)]
         else:
             arguments += [f"--{key}", str(config[key])]
     return arguments
-
-
-def _accelerate_config(config: "RunConfig") -> Path:
-    name = config["accelerate_config"]
-    file = accelerate_file(name)
-    if file is None:
-        names = sorted(accelerate_names())
-        hint = did_you_mean(name, names)
-        raise config.error("accelerate_config", f"expected a file or one of {', '.join(names)}, got {name!r}.{hint}")
-    return file
 
 
 def _as_asked(launcher: list[str], use_cpu: bool) -> list[str]:

@@ -16,7 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from trl import get_quantization_config
 
 from .. import plugins
-from ..common.weights import Adapter, adapter_at, auto_class, check_mergeable, load_whole
+from ..common.weights import adapter_at, auto_class, check_mergeable, load_whole
 from ..errors import ConfigError
 from ..losses.plan import plan_of
 from ..plugins import DEMO
@@ -78,7 +78,11 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
         if adapter is not None:
             # Before anything is downloaded for it.
             check_mergeable(adapter.kind)
-        model_config = _read_config(path, adapter, options)
+            model_config = AutoConfig.from_pretrained(
+                adapter.base, **{**options, "revision": adapter.revision or "main"}
+            )
+        else:
+            model_config = AutoConfig.from_pretrained(path, **options)
         tokenizer = AutoTokenizer.from_pretrained(path, **options) if of_student else tokenizer_of(path, **options)
     except ConfigError as error:
         raise config.error(key, str(error)) from None
@@ -87,12 +91,6 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
         where = f" (no folder in {Path.cwd()})" if missing else ""
         raise config.error(key, f"{name} cannot be read as a model directory{where} or hub id: {error}") from None
     return ModelFiles(key, path, revision, model_config, tokenizer)
-
-
-def _read_config(path: str, adapter: Adapter | None, options: dict[str, Any]) -> PreTrainedConfig:
-    if adapter is None:
-        return AutoConfig.from_pretrained(path, **options)
-    return AutoConfig.from_pretrained(adapter.base, **{**options, "revision": adapter.revision or "main"})
 
 
 def with_processor(config: "RunConfig", files: ModelFiles, data: RunData) -> ModelFiles:

@@ -27,7 +27,7 @@ from .data.datasets import RunData, load_run_datasets
 from .launch import device_facts, versions
 from .models import ModelFiles, load_student, open_model, with_processor
 from .reports.html import verdict
-from .reports.tables import MetricRow, shown_rows
+from .reports.tables import MetricRow
 from .results import (
     RunResults,
     check_output_dir,
@@ -141,7 +141,8 @@ def _train_and_save(
 ) -> Path:
     config, clock = run.config, run.clock
     with writing_to(run.output_dir, resume_hint(run.output_dir)):
-        before, training = train(trainer, config, measure_now, clock, partial(_show_before, run.console, rows))
+        show = partial(print_before, run.console, rows)
+        before, training = train(trainer, config, measure_now, clock, show)
         with clock("save"):
             # Before the last evaluation, so that nothing that fails from here on costs the weights.
             save_student(trainer, config, run.output_dir)
@@ -170,13 +171,9 @@ def _train_and_save(
     )
     with writing_to(run.output_dir, resume_hint(run.output_dir)):
         finish(trainer, config, run.output_dir, results)
-    print_results(run.console, results, shown_rows(rows, [results.before]), run.output_dir)
+    print_results(run.console, results, rows, run.output_dir)
     print_ending(run.console, config, results, run.output_dir)
     return run.output_dir
-
-
-def _show_before(console: Console, rows: tuple[MetricRow, ...], before: dict[str, float]) -> None:
-    print_before(console, shown_rows(rows, [before]), before)
 
 
 # What is written, and in which order: the trained weights before the last evaluation, and metrics.json last of all. Its

@@ -18,7 +18,7 @@ from ..common.files import CONFIG, DEFAULTS, METRICS, REPORT, refuse_if_held, wr
 from ..patching.patcher import Patched
 from ..trainers.rows import RowFacts
 from .data.datasets import USERS_TOO, DataFacts
-from .reports.tables import MetricRow
+from .reports.tables import MetricRow, shown_rows
 from .samples import Completion, ModelFacts, comparison_table, print_completions
 
 if TYPE_CHECKING:
@@ -125,14 +125,14 @@ def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None
 
 def print_before(console: Console, rows: tuple[MetricRow, ...], before: Mapping[str, float]) -> None:
     """Print the held-out metrics of the student before training, on one line."""
-    values = (f"{row.title} {before[row.metric]:.{row.digits}f}" for row in rows)
+    values = (f"{row.title} {before[row.metric]:.{row.digits}f}" for row in shown_rows(rows, [before]))
     console.print(f"Before training, held-out rows: {', '.join(values)}", highlight=False, soft_wrap=True)
 
 
 def print_results(console: Console, results: RunResults, rows: tuple[MetricRow, ...], output_dir: Path) -> None:
     """Print completions, the table of metrics, speed, memory, and where the files are."""
     print_completions(console, results.completions)
-    console.print(comparison_table(rows, results.before, results.after))
+    console.print(comparison_table(shown_rows(rows, [results.before]), results.before, results.after))
     training = results.training
     console.print(
         f"{training.steps - training.resumed_at} steps in {training.seconds:.0f} s ({training.tokens_per_second:,.0f} "
@@ -190,8 +190,10 @@ def check_output_dir(config: "RunConfig") -> Path:
         ]
         if taken:
             raise config.error("output_dir", f"{taken[0]} is also {key}, which would be overwritten.")
-    foreign = _foreign_files(config, output_dir)
-    if foreign and not config["overwrite_output_dir"]:
+    written = output_dir / CONFIG
+    ours = written.is_file() and DEFAULTS in written.read_text(errors="replace")  # a run has begun there
+    foreign = [name for name in WRITTEN if (output_dir / name).is_file()]
+    if foreign and not (ours or config["resume_from_checkpoint"] or config["overwrite_output_dir"]):
         advice = "choose another output_dir, or set overwrite_output_dir=true to replace them"
         raise config.error("output_dir", f"{output_dir} holds {', '.join(foreign)}, which no run wrote; {advice}.")
     # Ranks of one run would find the lock of their first process, and refuse.
@@ -225,14 +227,6 @@ def _earlier_checkpoints(config: "RunConfig", output_dir: Path) -> list[Path]:
     They must not be mixed with its own: resuming and `save_total_limit` go by the number of the step.
     """
     return [] if config["resume_from_checkpoint"] else checkpoints_in(output_dir)
-
-
-def _foreign_files(config: "RunConfig", output_dir: Path) -> list[str]:
-    """Return the names of files that this run would replace, in a folder in which no run has begun yet."""
-    written = output_dir / CONFIG
-    if config["resume_from_checkpoint"] or written.is_file() and DEFAULTS in written.read_text(errors="replace"):
-        return []
-    return [name for name in WRITTEN if (output_dir / name).is_file()]
 
 
 def resume_hint(output_dir: Path) -> str:

@@ -146,17 +146,13 @@ def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) 
 def _report_of(model: Any, options: PatchOptions) -> PatchReport:
     try:
         with Patched(model, options) as patched:
-            patched.report.classes = _swapped_classes(model)
+            # An attention is one where its rotation is swapped. Linear layers show in the layer around them.
+            layers = (x for x in model.modules() if x is not model and not hasattr(x, "in_features"))
+            swapped = (x for x in layers if _computes(x, "forward") or _computes(x, "_apply_gate"))
+            patched.report.classes = {type(layer).__name__ for layer in swapped}
             return patched.report
     except NothingToPatch as nothing:
         return nothing.report
-
-
-def _swapped_classes(model: Any) -> set[str]:
-    """Name the classes of layers that have a method of ours. An attention is one where its rotation is swapped."""
-    # Linear layers are left out: what is swapped in them shows in the layer around them.
-    layers = (module for module in model.modules() if module is not model and not hasattr(module, "in_features"))
-    return {type(layer).__name__ for layer in layers if _computes(layer, "forward") or _computes(layer, "_apply_gate")}
 
 
 def _computes(layer: Any, method: str) -> bool:

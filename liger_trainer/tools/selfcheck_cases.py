@@ -235,10 +235,6 @@ def _mlp_tensors(draw: Draw) -> Tensors:
     return {**_rows("x")(draw), **{name: _weight(draw, *s) for name, s in _mlp_shapes(draw.sizes).items()}}
 
 
-def _lora(draw: Draw) -> Tensors:
-    return {**_rows("x")(draw), **adapted(draw, "", draw.sizes.inner, draw.sizes.hidden)}
-
-
 def _lora_linears(draw: Draw) -> Tensors:
     s, tensors = draw.sizes, _rows("x")(draw)
     for name, rows in {"q": s.hidden, "k": s.rank, "v": s.inner}.items():
@@ -453,7 +449,9 @@ CHECKS: tuple[Check, ...] = (
         "gradient_norm", lambda **grads: gradient_norm([*grads.values()]),
         lambda **grads: gradient_norm_reference([*grads.values()]), _rows("first", "second"), (),
     ),
-    Check("lora_linear", with_layer(lora_linear), with_layer(lora_linear_reference), _lora, ("x", "a0", "b0")),
+    Check("lora_linear", with_layer(lora_linear), with_layer(lora_linear_reference),
+        lambda draw: {**_rows("x")(draw), **adapted(draw, "", draw.sizes.inner, draw.sizes.hidden)}, ("x", "a0", "b0"),
+    ),
     Check(
         "lora_linears", with_layers(lora_linears), with_layers(lora_linears_reference), _lora_linears,
         adapters_of("q", "k", "v"),

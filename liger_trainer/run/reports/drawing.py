@@ -308,13 +308,15 @@ _STYLE: dict[Any, Any] = {
 
 def _drawing(chart: Chart, lines: list[Line], same: Sequence[Chart], several: bool, axes: Sequence[Axis]) -> Drawing:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=SIZE, layout="constrained")
     plot = figure.add_subplot()
     curves = _plot(plot, chart, lines, several)
     notes = ["logarithmic"] if plot.get_yscale() == "log" else []
     note = ", ".join([*notes, *([f"the same curve: {', '.join(other.title for other in same)}"] if same else [])])
-    _label_steps(plot)
+    plot.set_xlabel("step")
+    plot.xaxis.set_major_locator(MaxNLocator(TICKS, steps=NICE, integer=True))
     png, svgs = io.BytesIO(), {}
     title = plot.set_title(f"{chart.title} ({note})" if note else chart.title, loc="left", fontsize=9.5)
     figure.savefig(png, format="png", dpi=160, facecolor="white")
@@ -336,13 +338,6 @@ def _unit(axis: Axis, lines: Sequence[Line]) -> tuple[str, float]:
     longest = max(max(line.over(axis)) for line in lines)
     name, unit = next((n, u) for n, u in (("h", 3600.0), ("min", 60.0), ("s", 1.0)) if longest >= 2 * u or u == 1.0)
     return f"time in training ({name})", unit
-
-
-def _label_steps(plot: "Axes") -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    plot.set_xlabel("step")
-    plot.xaxis.set_major_locator(MaxNLocator(TICKS, steps=NICE, integer=True))
 
 
 def _move(plot: "Axes", curves: "list[tuple[Line2D, int]]", places: list[list[float]], label: str) -> None:

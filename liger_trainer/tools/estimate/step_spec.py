@@ -226,7 +226,7 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
     student = _student(config)
     distils = config.recipe == "distill"
     teacher, records = _teacher(config, args, student.config, bf16) if distils else (None, None)
-    packed = config["packing"] or config["padding_free"]
+    packed, graphs = config["packing"] or config["padding_free"], config["cuda_graphs"]
     rows, flash = config["per_device_train_batch_size"], "flash" in str(student.attention or "")
     # Rows that are cut anywhere ("wrapped") have no documents to tell apart.
     merged = packed and (config["packing_strategy"] != "wrapped" or config["padding_free"])
@@ -246,7 +246,8 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         teacher_records=records,
         teaches_itself=distils and args.teacher == "self",
         quantises=args.qat is not None,
-        cuda_graphs=_cuda_graphs(config),
+        # `auto` leaves several processes without graphs
+        cuda_graphs=NEVER if graphs == AUTO and sharding_of(config).processes > 1 else graphs,
         peft=get_peft_config(config.model_args()),
         patch=PatchOptions.of(config["liger_kernel_config"]),
         remake_every=MEMORY[config["memory"]],
@@ -273,12 +274,6 @@ def _check_known(config: "RunConfig", args: Any) -> None:
     for key in ("activation_offloading", "torch_compile"):
         if config[key]:
             raise config.error(key, f"estimate does not know what it saves. Estimate without: {key}=false.")
-
-
-def _cuda_graphs(config: "RunConfig") -> str:
-    """Return the setting as it is for this run: `auto` leaves several processes without graphs."""
-    wanted = config["cuda_graphs"]
-    return NEVER if wanted == AUTO and sharding_of(config).processes > 1 else wanted
 
 
 def _training_args(config: "RunConfig") -> Any:
