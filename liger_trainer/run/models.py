@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from peft import PeftModel
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel, ProcessorMixin
 from transformers.configuration_utils import PreTrainedConfig
 from trl import get_quantization_config
@@ -219,7 +218,7 @@ def check_same_tokenizer(config: "RunConfig", student: ModelFiles, teacher: Mode
         raise config.error("teacher_model_name_or_path", str(error)) from None
 
 
-def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel | PeftModel:
+def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
     """Load the model to train as TRL would load it, and drop the layers that the configuration leaves out.
 
     Call it after `config.training_args()`, which sets up the devices.

@@ -38,7 +38,7 @@ from .results import (
     resume_hint,
     run_console,
 )
-from .samples import Measurement, ModelFacts, Prompt, compare, measure, model_facts
+from .samples import ModelFacts, Prompt, compare, measure, model_facts
 from .train_loop import Clock, check_checkpoint, train
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ def load_trainer(run: OpenedRun, trainer_class: type[TrainerT], args: Any, **tea
             train_dataset=run.data.train,
             eval_dataset=run.data.test,
             processing_class=run.student.processing,
-            # A model that has adapters already must not get a second set.
-            peft_config=None if isinstance(student, PeftModel) else get_peft_config(config.model_args()),
+            peft_config=get_peft_config(config.model_args()),
             **teacher,
         )
     if trainer.row_facts:  # rows with images are prepared batch by batch
@@ -127,53 +126,41 @@ def train_and_save(
     # Until metrics.json is there: a run that begins in between would remove what this one has saved.
     with trainer.folder_locked():
         measure_now = partial(measure, trainer, prompts, run.config["max_new_tokens"])
-        return _train_and_save(run, trainer, measure_now, prompts, rows, teacher_texts, teacher)
-
-
-def _train_and_save(
-    run: OpenedRun,
-    trainer: LigerTrainer,
-    measure_now: Callable[[], Measurement],
-    prompts: list[Prompt],
-    rows: tuple[MetricRow, ...],
-    teacher_texts: list[str] | None,
-    teacher: Callable[[], ModelFacts] | None,
-) -> Path:
-    config, clock = run.config, run.clock
-    with writing_to(run.output_dir, resume_hint(run.output_dir)):
-        show = partial(print_before, run.console, rows)
-        before, training = train(trainer, config, measure_now, clock, show)
-        with clock("save"):
-            # Before the last evaluation, so that nothing that fails from here on costs the weights.
-            save_student(trainer, config, run.output_dir)
-    with clock("measure_after"):
-        after = measure_now()
-        # Right after the student: what else the machine does slows both alike.
-        of_teacher = teacher() if teacher else None
-    results = RunResults(
-        recipe=config.recipe,
-        config=config.source,
-        before=before.metrics,
-        after=after.metrics,
-        completions=compare(prompts, before, after, teacher_texts),
-        data=run.data.facts,
-        rows=trainer.row_facts,
-        patched=patch_facts(
-            trainer.graph_reports, student=trainer.patched, teacher=getattr(trainer, "teacher_patched", None)
-        ),
-        training=training,
-        seconds=clock.seconds,
-        log_history=trainer.state.log_history,
-        models={
-            "student": model_facts(trainer.accelerator.unwrap_model(trainer.model), after.tokens_per_second),
-            **({"teacher": of_teacher} if of_teacher else {}),
-        },
-    )
-    with writing_to(run.output_dir, resume_hint(run.output_dir)):
-        finish(trainer, config, run.output_dir, results)
-    print_results(run.console, results, rows, run.output_dir)
-    print_ending(run.console, config, results, run.output_dir)
-    return run.output_dir
+        config, clock = run.config, run.clock
+        with writing_to(run.output_dir, resume_hint(run.output_dir)):
+            show = partial(print_before, run.console, rows)
+            before, training = train(trainer, config, measure_now, clock, show)
+            with clock("save"):
+                # Before the last evaluation, so that nothing that fails from here on costs the weights.
+                save_student(trainer, config, run.output_dir)
+        with clock("measure_after"):
+            after = measure_now()
+            # Right after the student: what else the machine does slows both alike.
+            of_teacher = teacher() if teacher else None
+        results = RunResults(
+            recipe=config.recipe,
+            config=config.source,
+            before=before.metrics,
+            after=after.metrics,
+            completions=compare(prompts, before, after, teacher_texts),
+            data=run.data.facts,
+            rows=trainer.row_facts,
+            patched=patch_facts(
+                trainer.graph_reports, student=trainer.patched, teacher=getattr(trainer, "teacher_patched", None)
+            ),
+            training=training,
+            seconds=clock.seconds,
+            log_history=trainer.state.log_history,
+            models={
+                "student": model_facts(trainer.accelerator.unwrap_model(trainer.model), after.tokens_per_second),
+                **({"teacher": of_teacher} if of_teacher else {}),
+            },
+        )
+        with writing_to(run.output_dir, resume_hint(run.output_dir)):
+            finish(trainer, config, run.output_dir, results)
+        print_results(run.console, results, rows, run.output_dir)
+        print_ending(run.console, config, results, run.output_dir)
+        return run.output_dir
 
 
 # What is written, and in which order: the trained weights before the last evaluation, and metrics.json last of all. Its
