@@ -83,6 +83,18 @@ class Replacements:
                 delattr(owner, name)
 
 
+@contextlib.contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Within the context `owner` has these attributes."""
+    replacements = Replacements()
+    for name, value in attributes.items():
+        replacements.set(owner, name, value)
+    try:
+        yield
+    finally:
+        replacements.undo()
+
+
 _LOCK = threading.Lock()
 
 
