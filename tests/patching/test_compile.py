@@ -219,8 +219,7 @@ def distillation(model, **options):
 @whole_graph
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plain", "ours", "rel"),
-    [(functools.partial(sft, cls=SFTTrainer), sft, 1e-4), (distillation, distillation, 1e-5)],
+    ("plain", "ours", "rel"), [(functools.partial(sft, cls=SFTTrainer), sft, 1e-4), (distillation, distillation, 1e-5)]
 )
 def test_our_trainers(plain, ours, rel):
     want, _ = run(plain, **RUN)
