@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.options import (
     HTTP_SERVERS,
-    Fact,
+    Condition,
     OptionValues,
     check_values,
     clashes,
@@ -45,13 +45,13 @@ CACHE, SELF, SERVER = equals("teacher", "cache"), equals("teacher", "self"), equ
 _HIDDEN_CACHE = equals("cache_kind", "hidden")
 SAMPLES = on("lmbda") | on("seq_kd") | has_entry("schedules", "lmbda")
 """Completions are sampled at some time in training; see SamplingConfig."""
-_TOO_MANY = Fact(
+_TOO_MANY = Condition(
     ("cache_entries", "cache_tail_draws"),
     lambda o: bool(o["cache_tail_draws"]) and (o["cache_entries"] or 64) + o["cache_tail_draws"] > MAX_ENTRIES,
 )
 
 
-def _of_tokens(key: str) -> tuple[Fact, str]:
+def _of_tokens(key: str) -> tuple[Condition, str]:
     """The conflict of an option about recorded tokens with `cache_kind: hidden`."""
     return given(key) & _HIDDEN_CACHE, "has no effect with `cache_kind: hidden`: hidden states are stored, not tokens."
 
@@ -59,23 +59,25 @@ def _of_tokens(key: str) -> tuple[Fact, str]:
 _NOTHING_LOADED = "has no effect with `teacher: self` or `server`: nothing is loaded."
 
 
-def _of_loading(key: str, default: Any, help: str, *conflicts: tuple[Fact, str], choices: tuple[str, ...] = ()) -> Any:
+def _of_loading(
+    key: str, default: Any, help: str, *conflicts: tuple[Condition, str], choices: tuple[str, ...] = ()
+) -> Any:
     """Declare an option about loading a teacher, which some kinds of teacher are not."""
     in_vain = (on(key) & equals("teacher", "self", "server"), _NOTHING_LOADED)
     return option(default, help, choices=choices, conflicts=(in_vain, *conflicts))
 
 
-def _beside_keyword(key: str, keyword: str) -> tuple[Fact, str]:
+def _beside_keyword(key: str, keyword: str) -> tuple[Condition, str]:
     """The conflict of an option with a keyword of `from_pretrained`."""
     both = on(key) & has_entry("teacher_model_init_kwargs", keyword)
     return both, f"give either {key} or {keyword} in teacher_model_init_kwargs, not both."
 
 
-def _beside_offload(key: str, why: str) -> tuple[Fact, str]:
+def _beside_offload(key: str, why: str) -> tuple[Condition, str]:
     return on("teacher_offload") & on(key), f"does not go with {key}: {why}."
 
 
-def _prompt_conflicts(key: str) -> list[tuple[Fact, str]]:
+def _prompt_conflicts(key: str) -> list[tuple[Condition, str]]:
     return [
         (
             on(key) & (CACHE | SERVER | on("teachers")),

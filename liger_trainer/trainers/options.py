@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..common.options import HTTP, Fact, OptionValues, equals, on, option
+from ..common.options import HTTP, Condition, OptionValues, equals, on, option
 from ..teachers.config import SAMPLES
 
 ALLOW_MISSING_WEIGHTS = (
@@ -182,7 +182,7 @@ def _checkpoints(options: OptionValues) -> bool:
     return bool(options["gradient_checkpointing"] if renamed is None else renamed)
 
 
-_CHECKPOINTS = Fact(
+_CHECKPOINTS = Condition(
     ("gradient_checkpointing",),
     _checkpoints,
     (~equals("gradient_checkpointing", False) & ~equals("activation_checkpointing", False)).rule,
