@@ -139,7 +139,7 @@ class _Session:
             print(f"({', '.join(_pace(*answer) for answer in answers)})")
 
     def _say(self, speaker: "Speaker") -> Any:
-        if self.chat.beside is not None:
+        if self.chat.second is not None:
             begun = "" if speaker is self.chat.student else "\n"
             print(f"{begun}{speaker.name}: ", end="", flush=True)
         return lambda piece: print(visible(piece), end="", flush=True)
@@ -154,8 +154,8 @@ class _Session:
         self._ask(self.last)
 
     def _teacher(self) -> None:
-        self.chat.with_teacher(self.chat.beside is None)
-        print(f"The teacher answers {'too' if self.chat.beside else 'no longer'}.")
+        self.chat.with_teacher(self.chat.second is None)
+        print(f"The teacher answers {'too' if self.chat.second else 'no longer'}.")
 
     def _set(self, words: str) -> None:
         """Read KEY=VALUE pairs."""
@@ -185,7 +185,7 @@ class _Session:
         print(f"Wrote {path}")
 
     def _status(self) -> str:
-        speakers = [self.chat.student, *([self.chat.beside] if self.chat.beside else [])]
+        speakers = [self.chat.student, *([self.chat.second] if self.chat.second else [])]
         models = [
             f"{speaker.name}: {speaker.model.num_parameters():,} parameters, {speaker.model.dtype} on "
             f"{speaker.model.device}"

@@ -28,7 +28,7 @@ from transformers.models.nanochat import modeling_nanochat
 
 from liger_trainer.patching.layers import attention as patching
 from liger_trainer.patching.layers import deferred_norm, rotary
-from liger_trainer.patching.layers.rotary import is_alone, prove_alone, replacement_alone
+from liger_trainer.patching.layers.rotary import prove_rotary, replacement, takes_one
 from liger_trainer.patching.patcher import patch
 from liger_trainer.patching.rebind_globals import rebound
 
@@ -343,16 +343,16 @@ def test_proof_accepts():
         assert proof(function_with(pairs, cast=True), *layouts) == rotary.RotaryRule(interleaved=True)
     assert isinstance(proof(TURN, "halves", "pairs"), str)
     gemma, codegen = (m.apply_rotary_pos_emb for m in (modeling_gemma4, modeling_codegen))
-    assert is_alone(gemma) and is_alone(codegen) and not is_alone(modeling_nanochat.apply_rotary_pos_emb)
+    assert takes_one(gemma) and takes_one(codegen) and not takes_one(modeling_nanochat.apply_rotary_pos_emb)
 
 
 @pytest.mark.parametrize("heads_dim", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_function_of_one_tensor(heads_dim, dtype):
     own = modeling_gemma4.apply_rotary_pos_emb
-    rule = prove_alone(own, frozenset({"halves"}))
+    rule = prove_rotary(own, frozenset({"halves"}))
     assert not isinstance(rule, str)
-    ours = replacement_alone(own, rule)
+    ours = replacement(own, rule)
     x = torch.randn((2, 3, 5, 16) if heads_dim == 1 else (2, 5, 3, 16)).to(dtype)
     angles = torch.randn(2, 5, 8).repeat(1, 1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
