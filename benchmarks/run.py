@@ -4,8 +4,7 @@
     python -m benchmarks.run --cases 'ce-*' --providers liger,trl --rounds 15
     python -m benchmarks.run --suite ops                      # the ops of the layers, forward and backward apart
     python -m benchmarks.run --smoke                          # tiny shapes, CPU, a few seconds
-    python -m benchmarks.run --cases '*-tokens-*,*-vocab-*' --name sweeps && \\
-        python -m benchmarks.run --plots docs/results/sweeps-<device>.json
+    python -m benchmarks.run --cases '*-tokens-*,*-vocab-*' --name sweeps
 
 Every provider's outputs and gradients are compared with plain torch in high precision on the same inputs.
 Ours must be within twice the error of plain torch in the case's own dtype plus a floor, else the exit code is
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from . import plots, report
+from . import report
 from .losses import LossSuite
 from .measure import Roofline, Stopwatch, settle_libraries
 from .ops import OpSuite
@@ -36,9 +35,6 @@ SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (LossSuite, OpS
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    if args.plots:
-        print("\n".join(str(path) for path in plots.draw(args.plots, args.output or args.plots.parent)))
-        return 0
     suite: Suite = args.suite
     deadline = time.monotonic() + args.time_limit
     device = torch.device("cpu" if args.smoke else "cuda")
@@ -85,11 +81,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output", type=Path, help="folder of the JSON and Markdown (default docs/results)")
     add("--name", help="first part of their names, before the device's (default: the suite's)")
     add("--smoke", action="store_true", help="tiny shapes on a CPU; writes only if --output is given")
-    add("--plots", type=Path, metavar="JSON", help="measure nothing: draw this file's *-tokens-* and *-vocab-* cases")
     add("--list", action="store_true", help="print the cases and providers, and stop")
     args = parser.parse_args(argv)
-    if args.plots:
-        return args
     args.suite = suite = SUITES[args.suite]()
     cases = suite.smoke_cases if args.smoke else suite.cases
     if args.list:

@@ -59,7 +59,7 @@ class Case:
         lora_dropout: of adapters of rank 16 on all linear layers; None trains all weights.
         experts: whether there are adapters on stacked experts too.
         four_bit: whether the adapters' base is quantised by bitsandbytes (nf4).
-        gently: half the rate, reached within the warm-up: the losses of wide models jump at more.
+        gently: so many times smaller a rate, reached within the warm-up: the losses of wide models jump at more.
         default: whether it runs without being named.
         plan: the steps, at full size.
         layers, teacher_layers: of the models, where they have fewer than their shapes.
@@ -79,7 +79,7 @@ class Case:
     experts: bool = False
     four_bit: bool = False
     checkpointing: bool = False
-    gently: bool = False
+    gently: int = 1
     default: bool = True
     plan: Plan = PLAN
     layers: int | None = None
@@ -111,14 +111,14 @@ class Case:
         """Return one at which bf16 weights move: half of their last digit is about 6e-5. Preferences jump at more."""
         if self.method or self.demo:
             return 1e-5 if self.method else 2e-4
-        return (1e-4 if self.lora_dropout is None else 5e-4) * (50 if tiny else 1) / (2 if self.gently else 1)
+        return (1e-4 if self.lora_dropout is None else 5e-4) * (50 if tiny else 1 / self.gently)
 
     @property
     def schedule(self) -> dict[str, Any]:
         """Return options of the learning rate's course."""
-        if not self.gently:
+        if self.gently == 1:
             return {"lr_scheduler_type": "constant"}
-        return {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": PLAN.warmup}
+        return {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": self.plan.warmup}
 
     def __str__(self) -> str:
         how = "all weights" if self.lora_dropout is None else f"{'Q' * self.four_bit}LoRA r 16"
@@ -128,7 +128,7 @@ class Case:
         what += " with its weights, real rows" * self.demo
         size = SIZES[self.layout].format(self.rows, self.length)
         more = ", gradient checkpointing" * self.checkpointing + " of every second layer" * self.selective
-        more += ", half the rate, rising at first" * self.gently
+        more += f", 1/{self.gently} of the rate, rising at first" if self.gently > 1 else ""
         more += f", {self.layers} layers of {self.shape}" if self.layers else ""
         more += f", {self.teacher_layers} layers of {self.teacher}" if self.teacher_layers else ""
         return f"{self.kind}, {what}, {how}, {size}{more}"
@@ -151,7 +151,7 @@ CASES = (
     Case("sft-qwen3-1.7b", "Qwen3-1.7B", 4, 2048, default=False),
     Case("sft-gemma-3-1b", "Gemma-3-1B", 4, 2048, default=False),
     # a half, so that AdamW fits on 80 GB
-    Case("sft-llama-3-8b", "Llama-3-8B", 4, 2048, layers=16, gently=True, default=False),
+    Case("sft-llama-3-8b", "Llama-3-8B", 4, 2048, layers=16, gently=2, default=False),
     Case("sft-qwen3-1.7b-checkpointing", "Qwen3-1.7B", 4, 2048, checkpointing=True, default=False),
     Case("lora-qwen3-0.6b-packed", SMALL, 4, 2048, "packed", lora_dropout=0.0, default=False),
     Case("lora-qwen3-1.7b", "Qwen3-1.7B", 4, 2048, lora_dropout=0.0, default=False),
@@ -211,8 +211,7 @@ def demo_rows(case: Case) -> list[list[int]]:
     """Return whole chats about Python's standard library, all tokens of which are learned from; "full": joined."""
     from transformers import AutoTokenizer
 
-    from liger_trainer.run.data.demo_dataset import demo_dataset
-    from liger_trainer.run.data.demo_model import resolve_model
+    from liger_trainer.extras.demo import demo_dataset, resolve_model
 
     chats: Any = demo_dataset("python_docstrings").train.select(range(4000))
     whole = [[*chat["prompt"], *chat["completion"]] for chat in chats]

@@ -1,6 +1,6 @@
 """`python -m liger_trainer`, which launchers such as torchrun and accelerate can start."""
 
-from .cli import main
+from .cli.app import main
 
 if __name__ == "__main__":
     from .run.launch import given_by_launcher

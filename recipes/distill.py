@@ -7,9 +7,9 @@ from transformers import PreTrainedTokenizerBase
 
 from liger_trainer.config.run_config import RunConfig
 from liger_trainer.patching.patcher import base_of
-from liger_trainer.run.metric_rows import DISTILL_ROWS, OTHER_TOKENS_ROWS
 from liger_trainer.run.models import check_same_tokenizer, check_student, open_teachers
 from liger_trainer.run.recipe import load_trainer, prepare, train_and_save
+from liger_trainer.run.reports.tables import DISTILL_ROWS, OTHER_TOKENS_ROWS
 from liger_trainer.run.results import print_plan
 from liger_trainer.run.samples import (
     ModelFacts,
@@ -64,11 +64,11 @@ def main(config: RunConfig) -> Path:
 def _facts(
     trainer: LigerDistillTrainer, config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
 ) -> ModelFacts:
-    """Return the facts about the only teacher. It writes anew, so that its speed and the student's are measured in the
+    """Return the facts about the only teacher. It writes again, so that its speed and the student's are measured in the
     same minute: what else the machine does changes both alike."""
     writing = Writing()
     with trainer.teaching.live() as live:
         (model,) = live.values()
-        if not config["teacher_offload"]:  # the speed would be that of the copies
+        if not config["teacher_offload"]:  # else the speed would be the copies'
             complete_by_each(live, tokenizer, prompts, config["max_new_tokens"], writing)
         return model_facts(model, writing.tokens_per_second)

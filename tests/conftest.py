@@ -4,7 +4,6 @@ import atexit
 import gc
 import os
 import signal
-import sys
 from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,7 +18,6 @@ import processes
 import pytest
 import quick_libraries
 import torch
-from quick_libraries import proved_once
 
 from liger_trainer import secrets
 
@@ -35,10 +33,6 @@ LONG_FILES = (
     "test_catalogue", "test_packaging", "test_sharded_models", "test_capture", "test_images", "test_cached",
     "test_unfused_divergences", "test_finite_guard", "test_hidden_cache", "test_distill_callback", "test_labels",
     "test_sequence_parallel", "test_data_forms",
-)  # fmt: skip
-
-TESTS_OF_PROOFS = (
-    "test_all_families", "test_families", "test_mlps", "test_norms", "test_patcher", "test_stacked_experts",
 )  # fmt: skip
 
 if not torch.cuda.is_available():
@@ -80,16 +74,6 @@ def chunked_torch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_triton, "INTERPRETED", False)
         patch.setenv("TRITON_INTERPRET", "0")
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def proofs(request) -> Iterator[None]:
-    """Those that the patcher has made of equal layers before, except where they are what is tested."""
-    structure = sys.modules.get("liger_trainer.patching.structure")
-    with pytest.MonkeyPatch.context() as patch:
-        if structure is not None and request.path.stem not in TESTS_OF_PROOFS:
-            patch.setattr(structure, "once_for_equal_layers", proved_once(structure.once_for_equal_layers))
         yield
 
 

@@ -4,8 +4,8 @@
     python -m benchmarks.reliability kill --moments 6       # one part, few moments
     python -m benchmarks.reliability kill --kinds sft       # one kind of run
 
-`disk` mounts a tmpfs, which takes root on Linux, and `signals` starts real launchers. All other runs are forked from
-one process that has imported everything, so that each takes a second or two on one core.
+All runs are forked from one process that has imported everything, so that each takes a second or two on one core. Full
+disks and signals to launchers, whose ends are not random, are in tests/run.
 """
 
 import os

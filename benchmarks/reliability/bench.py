@@ -17,14 +17,14 @@ from typing import Any
 
 import datasets
 import torch
-from tiny import tiny_model, tiny_tokenizer
+from commands import save_models, write_rows
 from transformers.utils import logging
 
-from liger_trainer.cli import main
+from liger_trainer.cli.app import main
 from liger_trainer.common.files import CONFIG, METRICS, sha256
 from liger_trainer.errors import LigerTrainerError
 from liger_trainer.recipes import distill, sft
-from liger_trainer.run import output_dir
+from liger_trainer.run import recipe
 
 RECIPES = (distill, sft)  # imported now, for every run
 STEPS, ROWS = 12, 40
@@ -96,14 +96,12 @@ class Bench:
         self.folder, self._undisturbed = folder, {}
         self.calls = mmap.mmap(-1, 8)  # shared with the runs: calls that make something durable
         torch.set_num_threads(1)
-        output_dir._report = lambda output_dir: None  # its figures take seven times as long as all the rest
+        recipe._report = lambda output_dir: None  # its figures take seven times as long as all the rest
         datasets.disable_progress_bars()
         logging.disable_progress_bar()
-        for seed, name in enumerate(("student", "teacher")):
-            tiny_model("llama_tied", seed=seed).save_pretrained(folder / name)
-            tiny_tokenizer().save_pretrained(folder / name)
+        save_models(folder, "student", "teacher")
         rows = [{"prompt": f"w{i} w{i + 1}", "completion": f" w{i + 2} w{i % 7}"} for i in range(ROWS)]
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / "rows.jsonl", rows)
         for name, (_, settings, _) in KINDS.items():
             (folder / f"{name}.yaml").write_text(json.dumps({**SETTINGS, **settings}))  # JSON is YAML
 
@@ -162,10 +160,10 @@ class Bench:
             self._undisturbed[kind] = Undisturbed(out, outcome(out), seconds, self.counted())
         return self._undisturbed[kind]
 
-    def counting(self, begun: Path, last: int = 0, then: Callable[[], object] | None = None) -> Callable[[], None]:
+    def counting(self, begun: Path, last: int = 0) -> Callable[[], None]:
         """Return what makes a run count its calls of fsync and replace once a path is there.
 
-        At the call with the number `last`, it calls `then`, or kills itself.
+        At the call with the number `last` it kills itself.
         """
         self.calls[:8] = bytes(8)
 
@@ -175,7 +173,7 @@ class Bench:
                     number = self.counted() + 1
                     self.calls[:8] = number.to_bytes(8, "little")
                     if number == last:
-                        then() if then else os.kill(os.getpid(), signal.SIGKILL)
+                        os.kill(os.getpid(), signal.SIGKILL)
                 return function(*arguments, **options)
 
             return call
@@ -205,10 +203,6 @@ def outcome(out: Path) -> dict[str, Any]:
         for part in ("before", "after")
     }
     return {"weights": {path.name: sha256(path) for path in sorted(out.glob("*.safetensors"))}, **numbers}
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def remove(out: Path) -> None:

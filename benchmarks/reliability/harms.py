@@ -5,29 +5,23 @@ To add one, write a function that yields a `Trial` for each run that it disturbs
 
 import argparse
 import functools
-import json
-import os
 import random
 import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from planted import PLACES, Plant
 from safetensors.torch import load_file
 
-import liger_trainer
-from benchmarks.reliability.bench import KINDS, SETTINGS, STEPS, Bench, Run, hashes, outcome, remove, wait_for
+from benchmarks.reliability.bench import KINDS, STEPS, Bench, Run, outcome, remove, wait_for
 from liger_trainer import LigerDistillTrainer
-from liger_trainer.cli import main
+from liger_trainer.cli.app import main
 from liger_trainer.common.checkpoints import checkpoints_in, step_of
 from liger_trainer.common.files import CONFIG, METRICS, sha256
 
@@ -196,121 +190,6 @@ def _all_finite(out: Path) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-# disk: a tmpfs without a byte left from one call on that makes something durable, and space again for `resume`
-
-SIZE, MOMENTS = "16m", 10
-
-
-def full(bench: Bench, options: Options) -> Iterator[Trial]:
-    disk = bench.folder / "disk"
-    disk.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(disk)], check=True)  # takes root
-    try:
-        yield from _full(bench, disk, disk / "out")
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-def _full(bench: Bench, disk: Path, out: Path) -> Iterator[Trial]:
-    # every checkpoint stays, so that all can be compared
-    command = ["run", "kd.yaml", f"output_dir={out}", "~save_total_limit", "~load_best_model_at_end"]
-    run, note = bench.end(command, before=bench.counting(out / CONFIG)), bench.folder / "before.json"
-    calls, want = bench.counted(), outcome(out)
-    assert run.code == 0 and calls > MOMENTS, run.printed
-
-    def saved() -> dict[str, str]:
-        return {f"{path.name}/{name}": digest for path in checkpoints_in(out) for name, digest in hashes(path).items()}
-
-    def fill() -> None:
-        note.write_text(json.dumps(saved()))
-        (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
-
-    for moment in range(MOMENTS):
-        remove(out)
-        call = 1 + moment * (calls - 1) // MOMENTS
-        run = bench.end(command, before=bench.counting(out / CONFIG, call, fill))
-        intact, printed = json.loads(note.read_text()).items() <= saved().items(), run.printed
-        (disk / "filler").unlink()
-        after = bench.end(["resume", str(out)]).code == 0 and outcome(out) == want
-        yield Trial(f"call {call} of {calls}", run.code, printed, intact, after)
-
-
-# signals: to a launcher of two processes or to one of them, at a random moment
-
-LONG = 1200  # steps
-MODULE = ["-m", "liger_trainer", "run", "run.yaml", "ddp_backend=gloo"]
-TWO = ["--multi_gpu", "--num_processes", "2"]  # without it accelerate starts one process where there is no GPU
-LAUNCHERS = {
-    "`liger-trainer run`": [*MODULE, "--", *TWO],
-    "`torchrun`": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *MODULE],
-    "`accelerate launch`": ["-m", "accelerate.commands.launch", *TWO, *MODULE],
-}
-OTHERS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-SIGNALS = [
-    *((launcher, to, (signal.SIGTERM,)) for launcher in LAUNCHERS for to in ("launcher", "rank 0", "rank 1")),
-    *(("`liger-trainer run`", to, OTHERS) for to in ("launcher", "rank 1")),
-    ("`torchrun`", "launcher", (signal.SIGINT, signal.SIGUSR1)), ("`accelerate launch`", "launcher", (signal.SIGINT,)),
-]  # fmt: skip
-
-
-def signalled(
-    bench: Bench, options: Options, launcher: str, to: str, numbers: tuple[signal.Signals, ...]
-) -> Iterator[Trial]:
-    folder, want = _long_run(bench)
-    for number in numbers:
-        out, log = folder / "out", folder / "log"
-        remove(out)
-        family = _launch(LAUNCHERS[launcher], folder, log)
-        ranks = {process.environ()["RANK"]: process for process in family if "RANK" in process.environ()}
-        time.sleep(random.Random(f"{launcher} {to} {number} {options.seed}").uniform(0, 2))
-        try:
-            (family[0] if to == "launcher" else ranks[to.removeprefix("rank ")]).send_signal(number)
-            psutil.wait_procs(family, timeout=60)
-            left = [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(folder)]
-            code = None if family[0].is_running() else family[0].returncode
-        finally:
-            for process in family:
-                if process.is_running():
-                    process.kill()
-        saved = re.findall(rf"Stopped at step (\d+) of {LONG}; saved \S*/checkpoint-\1\b", log.read_text())
-        bench.end(["resume", str(out)], "ranks")
-        intact = not left and len(saved) == 1  # one checkpoint, no process
-        printed = log.read_text(errors="replace").replace("Traceback", "")  # torchrun's own
-        yield Trial(number.name, code, printed, intact, outcome(out) == want)
-
-
-@functools.cache
-def _long_run(bench: Bench) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of a configuration of many steps, and the outcome of the run that nobody disturbs."""
-    folder = bench.folder / "signals"
-    folder.mkdir()
-    settings = {
-        **SETTINGS, **KINDS["ranks"][1], "max_steps": LONG, "eval_strategy": "no", "save_strategy": "no",
-        "logging_steps": 50, "model_name_or_path": str(bench.folder / "student"), "disable_tqdm": False,
-        "dataset_name": str(bench.folder / "rows.jsonl"),
-    }  # fmt: skip
-    for name, out in (("run", "out"), ("undisturbed", "undisturbed")):
-        (folder / f"{name}.yaml").write_text(json.dumps({**settings, "output_dir": str(folder / out)}))
-    run = bench.end(["run", str(folder / "undisturbed.yaml")], "ranks")
-    assert run.code == 0, run.printed
-    return folder, outcome(folder / "undisturbed")
-
-
-def _launch(command: list[str], folder: Path, log: Path) -> list[Any]:
-    """Return the launcher and its processes, in their second step or later."""
-    paths = {"PYTHONPATH": str(Path(liger_trainer.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    environment = {key: value for key, value in {**os.environ, **paths}.items() if key not in ("RANK",)}
-    with log.open("w") as file:
-        launcher = psutil.Popen(
-            [sys.executable, *command], env=environment, cwd=folder, stdout=file, stderr=file, start_new_session=True
-        )
-    end = time.monotonic() + 120
-    while not re.search(rf"[1-9]\d*/{LONG}\b", log.read_text()):
-        assert launcher.poll() is None and time.monotonic() < end, log.read_text()
-        time.sleep(0.1)
-    return [launcher, *launcher.children(recursive=True)]
-
-
 # The table
 
 HARMS = (
@@ -333,13 +212,5 @@ HARMS = (
              (0, 5) if place == "weight" else (0,), "In step 5 ",
              "finite weights; a weight's NaN stops, since each step after it has it too")
         for place in PLACES
-    ),
-    Harm("disk", "full while a run trains", full, (8,), "liger-trainer: * cannot be written: * bytes are free in ",
-         "with space: " + RESUMED),
-    *(
-        Harm("signals", f"{', '.join(number.name for number in numbers)} to the {to} of {launcher}",
-             functools.partial(signalled, launcher=launcher, to=to, numbers=numbers),
-             (130,) if launcher == "`liger-trainer run`" else None, f"Stopped at step * of {LONG}; saved ", RESUMED)
-        for launcher, to, numbers in SIGNALS
     ),
 )  # fmt: skip

@@ -1,20 +1,96 @@
 """Arguments and output that several commands share."""
 
+import json
+import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ..common.console import is_main_process
 from ..errors import ConfigError, DoesNotFitError
-from ._completion import config_names, settings
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
+
+# What the shell offers for CONFIG and for settings, by typer's completion. Imports no torch.
+#
+# bash splits words at `=`, so the value of `key=va` comes as a separate word, behind `key` and `=`; zsh and fish hand
+# over the whole word.
+
+
+YAML = (".yaml", ".yml")
+
+
+def config_names(incomplete: str) -> list[str]:
+    """Return the built-in configurations, YAML files and folders that begin so."""
+    from ..config.schema import built_in_configs
+
+    folder, start = Path(incomplete).parent, incomplete.rpartition("/")[2]
+    if incomplete.endswith("/"):
+        folder = Path(incomplete)
+    names = [name for name in built_in_configs() if name.startswith(incomplete)]
+    shown = incomplete.removesuffix(start)
+    try:
+        inside = sorted(folder.expanduser().iterdir())
+    except OSError:
+        inside = []
+    for path in inside:
+        if path.name.startswith(start) and not path.name.startswith("."):
+            if path.is_dir():
+                names.append(f"{shown}{path.name}/")
+            elif path.suffix in YAML:
+                names.append(f"{shown}{path.name}")
+    return names
+
+
+def settings(context: typer.Context, incomplete: str) -> list[str]:
+    """Return keys in the form that was begun: `key=`, `--key` or `~key`; behind a key, its values."""
+    from ..config.schema import shipped_schema
+
+    keys = shipped_schema().keys
+    before = list(context.params.get("overrides") or [])
+    if before[-1:] == ["="] and len(before) > 1:  # bash: key, =, the value so far
+        before.pop()
+    last = before[-1].removeprefix("--") if before else ""
+    if last in keys:
+        return [value for value in _values(keys[last]) if value.startswith(incomplete)]
+    key, equals, _ = incomplete.removeprefix("--").partition("=")
+    if equals and key in keys:
+        start = incomplete.partition("=")[0]
+        return _beginning(incomplete, (f"{start}={value}" for value in _values(keys[key])))
+    if incomplete.startswith(("-", "~")):
+        mark = "~" if incomplete.startswith("~") else "--"
+        return _beginning(incomplete, (f"{mark}{name}" for name in keys))
+    matching = [name for name in keys if name.startswith(incomplete)]
+    if len(matching) == 1:  # two and more, so that the shell adds no space behind the =
+        return [f"{matching[0]}={value}" for value in ["", *_values(keys[matching[0]])]]
+    return [f"{name}=" for name in matching]
+
+
+def _beginning(incomplete: str, words: Iterable[str]) -> list[str]:
+    return [word for word in words if word.startswith(incomplete)]
+
+
+def _values(key: Any) -> list[str]:
+    """Return the values of a key that has few, or its default."""
+    choices = key.rule.get("enum") or ([False, True] if "boolean" in str(key.rule.get("type")) else [])
+    plain = [value for value in (choices or [key.default]) if isinstance(value, (str, int, float))]
+    return [value if isinstance(value, str) else json.dumps(value) for value in plain]
+
+
+class SettingsCommand(TyperCommand):
+    """A command with settings: after `--` the shell offers its options and the keys."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        keys = next(parameter for parameter in self.params if parameter.name == "overrides")
+        return [*super().shell_complete(ctx, incomplete), *keys.shell_complete(ctx, incomplete)]
+
 
 # for commands that take settings: whatever typer doesn't know is one
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -67,6 +143,34 @@ def write_new(path: Path, text: str, force: bool) -> None:
 def quieten_deprecations() -> None:
     """Hide deprecation warnings between transformers, TRL and peft, which no setting of ours can avoid."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|peft)\b")
+
+
+def quieten() -> None:
+    """Hide messages that the reader of a run can't act on. Errors and our own warnings are never hidden."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    quieten_deprecations()
+    warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
+
+    import datasets
+    from transformers.utils import logging
+
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()  # of loading and saving; the one of training stays
+
+
+def checked(config: str, overrides: list[str] | None, *first: str) -> "RunConfig":
+    """Return a configuration that is checked by the installed TRL, its notices shown and other messages hidden.
+
+    Args:
+        first: settings that go before those of the user.
+    """
+    from ..config.run_config import load_run_config
+
+    settings = load_run_config(config, [*first, *(overrides or [])], exact=True)
+    show_notices(settings)
+    quieten()
+    return settings
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from typer.core import TyperGroup
 
 from ..common.console import is_main_process
 from ..errors import ConfigError
-from ._completion import SettingsCommand
-from ._shared import OVERRIDES, AsJson, Config, Overrides, out_of_memory, show_notices
+from ._shared import OVERRIDES, AsJson, Config, Overrides, SettingsCommand, checked, out_of_memory
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -57,17 +56,13 @@ def capture(context: typer.Context, config: Config, overrides: Overrides = None)
 
     Arguments after -- go to accelerate launch: its processes share the rows out.
     """
-    from ..config.run_config import load_run_config
     from ..run.launch import as_rank, launch
-    from .run import _quieten
 
-    settings = load_run_config(config, ["teacher=cache", *(overrides or [])], exact=True).on_this_machine()
-    show_notices(settings)
+    settings = checked(config, overrides, "teacher=cache").on_this_machine()
     if settings.recipe != "distill" or not settings["teacher_model_name_or_path"]:
         raise settings.error("teacher_model_name_or_path", "missing; a capture needs the teacher itself.")
     if context.obj:
         launch(context.obj, ["cache", config, *(overrides or [])], settings["use_cpu"])
-    _quieten()
     try:
         with as_rank(), out_of_memory(TAKES_LESS):
             index = _capture(settings)
@@ -95,14 +90,9 @@ def import_(
 
     vllm: prompt_logprobs, in JSON lines or Parquet. distillkit: what its sample_logits_vllm writes.
     """
-    from ..config.run_config import load_run_config
-    from .run import _quieten
-
-    settings = load_run_config(config, ["teacher=cache", *(overrides or [])], exact=True).on_this_machine()
-    show_notices(settings)
+    settings = checked(config, overrides, "teacher=cache").on_this_machine()
     if settings.recipe != "distill":
         raise settings.error("recipe", "a teacher cache is for recipe: distill.")
-    _quieten()
     _print(Path(settings["teacher_cache_dir"]).expanduser(), _import(settings, records, tool, compression))
 
 

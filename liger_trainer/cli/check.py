@@ -1,26 +1,30 @@
-"""`validate`, `config` and `schema`: check and show a configuration without starting anything."""
+"""`validate`, `config`, `schema` and `preview`: check and show a configuration without training."""
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..common.console import visible
 from ..errors import ConfigError
-from ._shared import AsJson, Config, Overrides, show_notices
+from ._shared import AsJson, Config, Overrides, checked, show_notices
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..config.run_config import RunConfig
+    from ..tools.preview import SeenRow
 
 
 def validate(config: Config, overrides: Overrides = None) -> None:
     """Check a configuration and the paths in it. Show every mistake at once, with its line. Load no model, no data."""
     from ..config.run_config import load_run_config
 
-    checked = load_run_config(config, overrides or [], paths=True)
-    show_notices(checked)
-    given = sum(checked.given(key) for key in checked.settings)
-    typer.echo(f"{checked.source} is valid: recipe {checked.recipe}, {given} settings.")
+    found = load_run_config(config, overrides or [], paths=True)
+    show_notices(found)
+    given = sum(found.given(key) for key in found.settings)
+    typer.echo(f"{found.source} is valid: recipe {found.recipe}, {given} settings.")
 
 
 def config(
@@ -32,39 +36,27 @@ def config(
     """Print the effective configuration and where each value was set. The output is a valid configuration."""
     from ..config.run_config import load_run_config
 
-    checked = load_run_config(config, overrides or [])
-    show_notices(checked)
-    rows = _differences(checked) if diff else _effective(checked)
+    found = load_run_config(config, overrides or [])
+    show_notices(found)
+    if diff:
+        rows = {"recipe": (found.recipe, _origin(found, "recipe")), **found.changes()}
+    else:  # explicit settings first, then defaults, each in the order they came
+        keys = dict.fromkeys(["recipe", *found.settings, *found.values])
+        rows = {key: (found.shown(key), _origin(found, key)) for key in keys}
     if as_json:
         document = {key: {"value": value, "set_by": where} for key, (value, where) in rows.items()}
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
         return
+    from ..config.yaml_reader import inline
+
     # Defaults stay comments: as explicit settings they could contradict others.
     lines = {
-        key: f"{'# ' if where.startswith('default') else ''}{key}: {_inline(value)}"
+        key: f"{'# ' if where.startswith('default') else ''}{key}: {inline(value)}"
         for key, (value, where) in rows.items()
     }
     width = min(max(map(len, lines.values()), default=0), 60)
     for key, line in lines.items():
         typer.echo(f"{line:<{width}}  # {rows[key][1]}")
-
-
-def _inline(value: Any) -> str:
-    """Return a value as YAML on one line."""
-    import yaml
-
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
-def _differences(config: "RunConfig") -> dict[str, tuple[Any, str]]:
-    return {"recipe": (config.recipe, _origin(config, "recipe")), **config.changes()}
-
-
-def _effective(config: "RunConfig") -> dict[str, tuple[Any, str]]:
-    """Return explicit settings first, then defaults, each in the order they came."""
-    keys = ["recipe", *config.settings, *config.values]
-    return {key: (config.shown(key), _origin(config, key)) for key in dict.fromkeys(keys)}
 
 
 def _origin(config: "RunConfig", key: str) -> str:
@@ -102,3 +94,62 @@ def schema(
         typer.echo(schema_text(json_schema(descriptions=True)), nl=False)
     else:
         typer.echo(shipped_text(), nl=False)
+
+
+# `preview`: rows as the model will see them, supervised tokens coloured.
+
+
+SUPERVISED, OTHER = "bold green", "dim"
+MARKS = ("⟦", "⟧")  # marks around supervised text if there are no colours
+
+
+def preview(
+    config: Config,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, help="Training rows to print.")] = 3,
+) -> None:
+    """Print training rows as the model will see them, supervised tokens coloured. Count what is cut. No weights."""
+    settings = checked(config, overrides).on_this_machine()
+    from rich.console import Console
+
+    from ..run.data.datasets import load_run_datasets
+    from ..run.models import check_student, open_model, with_processor
+    from ..run.results import print_data, print_rows
+    from ..tools.preview import preview as prepare
+
+    console = Console(highlight=False)
+    files = open_model(settings, "model_name_or_path")
+    data = load_run_datasets(settings, files.vocab_size)
+    files = with_processor(settings, files, data)
+    check_student(settings, files, data)
+    with console.status("Tokenizing rows"):
+        seen = prepare(settings, data, files, rows)
+    print_data(console, data.facts)
+    if seen.facts:  # rows with images are prepared batch by batch, and not counted
+        print_rows(console, seen.facts)
+    for row in seen.rows:
+        _print(console, row)
+    if settings.recipe == "distill" and (settings["lmbda"] or settings["seq_kd"]):
+        told = "In training completions are sampled too (lmbda, seq_kd); these are the rows' own."
+        if data.facts.form == "prompt":
+            told = "In training completions are sampled for these prompts (lmbda, seq_kd)."
+        console.print(f"\n{told}", style="yellow")
+
+
+def _print(console: "Console", row: "SeenRow") -> None:
+    from rich.text import Text
+
+    told = f"{row.place}: {row.tokens:,} tokens, {row.supervised:,} supervised"
+    if row.tokens_cut:
+        told += f"; {row.tokens_cut:,} beyond max_length, {row.supervised_cut:,} of them supervised"
+    console.print(Text(f"\n── {told}", "cyan"), soft_wrap=True)
+    colours = console.color_system is not None and not console.no_color
+    for number, document in enumerate(row.documents):
+        if number:
+            console.print(Text(f"── document {number + 1}", "cyan"))
+        text = Text()
+        for piece in document:
+            shown = visible(piece.text)
+            marked = shown if colours or not piece.supervised else shown.join(MARKS)
+            text.append(marked, SUPERVISED if piece.supervised else OTHER)
+        console.print(text, soft_wrap=True)

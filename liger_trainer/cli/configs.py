@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..common.value_rules import did_you_mean
-from ..config.catalogue import Needs, built_in_configs, find_config, needs_of
+from ..common.options import did_you_mean
+from ..config.schema import Hardware, built_in_configs, find_config, needs_of
 from ..errors import ConfigError
 from ._shared import AsJson, Config, Force, write_new
 
@@ -84,7 +84,7 @@ def _entry(name: str, text: str) -> dict[str, Any]:
     """Read an entry from the name, configs/<family>/<recipe>_<variant>.yaml, and the configuration's first lines."""
     family, _, variant = name.partition("/")
     first, second = (line.removeprefix("#").strip() for line in text.splitlines()[:2])
-    model, needs = _NAMED.search(text), needs_of(text) or Needs(0, 0)
+    model, needs = _NAMED.search(text), needs_of(text) or Hardware(0, 0)
     kind = re.match(r"[a-z]+_(on_policy|two_stage|[a-z]+)", variant)
     return {
         "name": name,
@@ -133,3 +133,132 @@ def cp(
     path = path / Path(label).name if path.is_dir() else path
     write_new(path, text, force)
     typer.echo(f"Copied to {path}; start it with: liger-trainer run {path}")
+
+
+# `new`: ask four questions and write a configuration. What flags answer is not asked.
+
+
+class Purpose(StrEnum):
+    sft = "sft"
+    distill = "distill"
+
+
+class Method(StrEnum):
+    full = "full"
+    lora = "lora"
+    qlora = "qlora"
+
+
+METHODS = {Method.full: "all weights", Method.lora: "LoRA", Method.qlora: "LoRA on 4-bit weights"}
+LARGE_FULL, LARGE_LORA = 2.0, 7.0  # billions of parameters from which on the learning rate is half of that below
+
+
+def new(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The configuration to write.")] = Path("my.yaml"),
+    purpose: Annotated[Purpose | None, typer.Option(help="Fine-tune, or learn from a teacher.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="The model to train: hub id or folder.")] = None,
+    teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="Who teaches it, to distil.")] = None,
+    method: Annotated[Method | None, typer.Option(help="What is trained. To distil: all weights by default.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="DATA", help="A file, a folder or a dataset of the hub.")] = None,
+    force: Force = False,
+) -> None:
+    """Write a configuration: asks for purpose, model, data, and teacher or method, unless flags say it."""
+    if file.exists() and not force:
+        raise ConfigError(f"{file} exists; choose another name or add --force.")
+    purpose = Purpose(
+        _ask("purpose", purpose, "Fine-tune (sft) or learn from a teacher (distill)?", Purpose.sft, Purpose)
+    )
+    model = _ask("model", model, "Which model is trained? A hub id or a folder", "Qwen/Qwen3-0.6B")
+    if purpose is Purpose.distill:
+        teacher = _ask("teacher", teacher, "Which model teaches it? One of the same tokenizer", "Qwen/Qwen3-4B")
+        method = method or Method.full
+    elif teacher is not None:
+        raise ConfigError("--teacher: only --purpose distill has a teacher.")
+    else:
+        method = Method(
+            _ask("method", method, "Train all weights (full), LoRA (lora) or 4-bit LoRA (qlora)?", Method.lora, Method)
+        )
+    data = _ask("data", data, "Which rows? A .jsonl, .csv, .parquet file, a folder, a hub id", "trl-lib/Capybara")
+    text = configuration(file, purpose, model, teacher, method, data)
+    from ..config.run_config import check_text
+
+    check_text(text, str(file))
+    write_new(file, text, force)
+    typer.echo(f"Wrote {file}. Next:")
+    for command, what in (
+        (f"liger-trainer preview {file}", "rows as the model will see them"),
+        (f"liger-trainer estimate {file} --gpu 24GB", "does it fit"),
+        (f"liger-trainer run {file}", "train"),
+    ):
+        typer.echo(f"  {command:<{len(str(file)) + 35}}  # {what}")
+
+
+def _ask(flag: str, answer: str | None, question: str, default: str, choices: type[StrEnum] | None = None) -> str:
+    """Return the answer of a flag, or ask on a terminal.
+
+    Raises:
+        ConfigError: the flag is missing, and nobody is there to be asked.
+    """
+    if answer is not None:
+        return answer
+    if not sys.stdin.isatty():
+        raise ConfigError(f"--{flag} is missing, and there is no terminal to ask on.")
+    while True:
+        given = str(typer.prompt(question, default=str(default))).strip()
+        if choices is None or given in list(choices):
+            return given
+        typer.echo(f"Expected one of {', '.join(choices)}.")
+
+
+def configuration(file: Path, purpose: Purpose, model: str, teacher: str | None, method: Method, data: str) -> str:
+    """Return the configuration as YAML, in the values of the built-in ones."""
+    from ..config.yaml_reader import inline
+
+    distils, adapters = purpose is Purpose.distill, method is not Method.full
+    what = f"Distil {teacher} into {model}" if distils else f"Fine-tune {model} on {data}"
+    large = billions(model) >= (LARGE_LORA if adapters else LARGE_FULL)
+    rate = ("1e-4" if large else "2e-4") if adapters else ("1e-5" if large else "2e-5")
+    lines = [
+        f"# {what}: {METHODS[method]}",
+        f"# Needs what `liger-trainer estimate {file} --gpu NAME` says",
+        f"# liger-trainer run {file}",
+        f"recipe: {purpose}",
+        "",
+        f"model_name_or_path: {inline(model)}",
+        *([f"teacher_model_name_or_path: {inline(teacher or '')}"] if distils else []),
+        *(_ADAPTERS if adapters else ()),
+        *(["load_in_4bit: true   # takes bitsandbytes"] if method is Method.qlora else []),
+        "",
+        f"dataset_name: {inline(data)}",
+        "# assistant_only_loss: true   # of chats, learn the answers alone",
+        f"max_length: {2048 if distils else 4096}",
+        "packing: true   # rows are filled up to max_length, and documents do not see one another",
+        "max_eval_rows: 100",
+        "",
+        *(
+            ["beta: 0.0   # forward KL; 1.0 is the reverse KL, in between lies the generalised JSD", ""]
+            if distils
+            else []
+        ),
+        "num_train_epochs: 1   # or max_steps",
+        "per_device_train_batch_size: 2",
+        "gradient_accumulation_steps: 8",
+        f"learning_rate: {rate}",
+        "lr_scheduler_type: cosine",
+        "warmup_steps: 0.03   # of all steps",
+        "gradient_checkpointing: true",
+        "logging_steps: 5",
+        "save_steps: 200",
+        "save_total_limit: 2",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_ADAPTERS = (
+    "dtype: bfloat16   # of the frozen weights; the adapters' are fp32",
+    "use_peft: true",
+    "lora_r: 16",
+    "lora_alpha: 32",
+    "lora_dropout: 0.0",
+    "lora_target_modules: all-linear   # but the head",
+)

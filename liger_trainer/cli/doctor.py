@@ -1,14 +1,27 @@
-"""`doctor`: what `patch` would swap in a model and what it would leave alone, and why."""
+"""`doctor`: what `patch` would swap in a model, what it would not, and why."""
 
-from typing import TYPE_CHECKING, Annotated
+import dataclasses
+import json
+import os
+import platform
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .. import __version__
 from ..errors import ConfigError
+from ._shared import AsJson, quieten
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from rich.console import Console
+
     from ..patching.patcher import PatchReport
     from ..tools.doctor import Diagnosis
+    from ..tools.selfcheck import CheckResult
 
 
 def doctor(
@@ -85,3 +98,202 @@ def _print_all(diagnoses: "list[Diagnosis]") -> None:
             left = ", ".join(found.report.left_alone)
             table.add_row(found.name, *cells(found.report).values(), escape(left))
     Console().print(table)
+
+
+# `env`: the installed versions, the GPU, and what is missing for which purpose.
+
+
+NEEDED = (
+    "torch", "transformers", "trl", "peft", "datasets", "accelerate", "safetensors", "typer", "rich", "PyYAML",
+    "jinja2", "matplotlib",
+)  # fmt: skip
+OPTIONAL = {
+    "triton": "the kernels on a GPU; comes with CUDA builds of torch",
+    "bitsandbytes": "load_in_4bit, load_in_8bit and the 8-bit optimizers",
+    "deepspeed": "deepspeed: and the zero configurations of accelerate",
+    "flash-attn": "attn_implementation: flash_attention_2",
+    "kernels": "attn_implementation: kernels-community/...",
+    "liger-kernel": "LinkedIn's kernels; ours do not need it",
+    "tensorboard": "report_to: tensorboard",
+    "trackio": "report_to: trackio",
+    "wandb": "report_to: wandb",
+}
+
+
+def env(as_json: AsJson = False) -> None:
+    """Print versions, the GPU, and which optional packages are missing. Please add it to a bug report."""
+    from ..run.launch import device_facts
+
+    facts = {
+        "liger-trainer": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "executable": sys.executable,
+        "needed": {name: _version(name) for name in NEEDED},
+        "optional": {name: _version(name) for name in OPTIONAL},
+        "device": device_facts(),
+        "launched": {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ},
+    }
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        _print_versions(facts)
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _print_versions(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    device = facts["device"]
+    table = Table(show_header=False, box=None)
+    for name in ("liger-trainer", "python", "platform", "executable"):
+        table.add_row(name, facts[name])
+    for index, gpu in enumerate(device["gpus"]):
+        table.add_row(f"GPU {index}", f"{gpu['name']}, {gpu['memory_gib']} GiB, compute {gpu['compute_capability']}")
+    if not device["gpus"]:
+        table.add_row("GPU", f"none that torch sees (CUDA of this torch: {device['cuda'] or 'none'})")
+    table.add_row("bf16 on a GPU", "yes" if device["bf16"] else "no")
+    table.add_row("CPU threads", str(device["cpu_threads"]))
+    table.add_row("kernels run by", device["kernels"])
+    for name, version in facts["needed"].items():
+        table.add_row(name, version or "[red]missing[/red]")
+    for name, version in facts["optional"].items():
+        table.add_row(name, version or f"not installed; for {OPTIONAL[name]}")
+    for name, value in facts["launched"].items():
+        table.add_row(name, value)
+    Console(highlight=False, soft_wrap=True).print(table)
+
+
+# `selfcheck`: compare the gradients of the ops with plain torch, on this device.
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+PACKAGES = ("liger-trainer", "torch", "triton", "transformers")
+
+
+def selfcheck(
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DTYPE", help=f"{', '.join(DTYPES)}; may be given twice. Default: fp32 and bf16."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cuda, cuda:1, cpu. Default: the GPU.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check outputs and gradients of every op, and of small patched models, on this device. Exit code 1: one is off."""
+    wrong = sorted(set(dtype or ()) - set(DTYPES))
+    if wrong:
+        raise ConfigError(f"--dtype: expected {', '.join(DTYPES)}, got {', '.join(wrong)}.")
+    quieten()
+    import torch
+
+    from ..tools.selfcheck import default_dtypes, run_checks, runs_kernels
+
+    place = _device(device)
+    dtypes = tuple(getattr(torch, name) for name in dtype) if dtype else default_dtypes(place)
+    results = list(_shown(run_checks(place, dtypes)))
+    facts = _facts(place, runs_kernels(place))
+    if as_json:
+        typer.echo(json.dumps({**facts, "passes": _passes(results), "checks": [_plain(r) for r in results]}, indent=2))
+    else:
+        _print_checks(facts, results)
+    if not _passes(results):
+        raise typer.Exit(1)
+
+
+def _device(name: str | None) -> "torch.device":
+    import torch
+
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # unknown, or not in this build or machine
+        raise ConfigError(f"--device {name}: {str(error).partition(chr(10))[0]}") from None
+    return device
+
+
+def _passes(results: "list[CheckResult]") -> bool:
+    return all(result.passes and result.sees_one_percent for result in results)
+
+
+def _shown(results: "Iterator[CheckResult]") -> "Iterator[CheckResult]":
+    """Yield the results, and show progress on stderr."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("Checking") as status:
+        for result in results:
+            status.update(f"Checking: {result.name}, {result.dtype} done")
+            yield result
+
+
+def _facts(device: "torch.device", kernels: bool) -> dict[str, Any]:
+    import torch
+
+    from ..kernels.runtime import is_interpreted
+    from ..run.launch import versions
+
+    how = "torch, without kernels" if not kernels else "Triton's interpreter" if is_interpreted() else "Triton kernels"
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "ops_run_by": how,
+        "versions": {name: number for name, number in versions().items() if name in PACKAGES},
+    }
+
+
+def _plain(result: "CheckResult") -> dict[str, Any]:
+    return {**dataclasses.asdict(result), "passes": result.passes, "sees_one_percent": result.sees_one_percent}
+
+
+def _print_checks(facts: dict[str, Any], results: "list[CheckResult]") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console, table = Console(highlight=False), Table(box=None, pad_edge=False)
+    for column in ("op", "dtype", "tensors", "worst", "distance", "allowed", ""):
+        right = column in ("tensors", "distance", "allowed")
+        table.add_column(column, justify="right" if right else "left", no_wrap=column == "op")
+    for result in results:
+        worst, verdict = result.worst, "ok" if result.passes else "[red]wrong[/red]"
+        if worst is None:
+            table.add_row(result.name, result.dtype, "", escape(result.failure), "", "", verdict)
+            continue
+        errors = f"{worst.error:.1e}", f"{worst.bound:.1e}"
+        table.add_row(result.name, result.dtype, str(len(result.comparisons)), worst.tensor, *errors, verdict)
+    console.print(table)
+    _print_summary(console, facts, results)
+
+
+def _print_summary(console: "Console", facts: dict[str, Any], results: "list[CheckResult]") -> None:
+    compared = [comparison for result in results for comparison in result.comparisons]
+    seen, wrong = sum(c.sees_one_percent for c in compared), [r for r in results if not r.passes]
+    blind = [r for r in results if r.passes and not r.sees_one_percent]
+    numbers = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    console.print(f"{facts['device']}, {facts['ops_run_by']}; {numbers}", soft_wrap=True)
+    console.print(
+        f"{len(compared)} outputs and gradients of {len(results)} checks were compared with fp64; each may be off by "
+        f"twice what plain torch is, and a few roundings. A planted error of 1 % was seen in {seen} of them.",
+        soft_wrap=True,
+    )
+    for result in wrong:
+        console.print(f"Wrong: {result.name} in {result.dtype}. {result.failure or _detail(result)}", style="red")
+    for result in blind:
+        console.print(f"Proves nothing: {result.name} in {result.dtype} would have passed with 1 % more.", style="red")
+    if not wrong and not blind:
+        console.print("Everything is right.", style="green")
+
+
+def _detail(result: "CheckResult") -> str:
+    return "; ".join(
+        f"{c.tensor} is off by {c.error:.2e} of {c.bound:.2e} allowed, {c.factor:.2e} of {c.factor_bound:.2e} along it"
+        for c in result.comparisons
+        if not c.passes
+    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import DoesNotFitError
-from ._shared import AsJson, Config, Overrides, show_notices
+from ._shared import AsJson, Config, Overrides, checked
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,17 +24,13 @@ GpuName = Annotated[
 
 def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, as_json: AsJson = False) -> None:
     """Estimate memory by part, tokens and steps of a run. Needs no weights and no GPU. Exit code 3: it does not fit."""
-    from ..config.run_config import load_run_config
-    from ..tools.estimate.estimator import gpu_named, present_gpu
-    from .run import _quieten
-
-    named = gpu_named(gpu) if gpu is not None else None
-    settings = load_run_config(config, overrides or [], exact=True)
-    show_notices(settings)
-    _quieten()
     from rich.console import Console
 
     from ..tools.estimate.estimator import estimate as run
+    from ..tools.estimate.estimator import gpu_named, present_gpu
+
+    named = gpu_named(gpu) if gpu is not None else None
+    settings = checked(config, overrides)
 
     with Console(stderr=True).status("Simulating a step without data"):
         found = run(settings, named or present_gpu())
@@ -75,12 +71,9 @@ def _print(found: "Estimate") -> None:
 
 
 _WHEN = {
-    "teacher": "in the teacher's forward",
-    "forward": "in the forward",
-    "loss": "in the loss",
-    "backward": "in the backward",
-    "optimizer": "in the optimizer's step",
-}
+    "teacher": "in the teacher's forward", "forward": "in the forward", "loss": "in the loss",
+    "backward": "in the backward", "optimizer": "in the optimizer's step",
+}  # fmt: skip
 
 
 def _model(found: "Estimate") -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import ConfigError
-from ._shared import AsJson, Force, out_of_memory, show_notices, write_new
+from ._shared import AsJson, Force, out_of_memory, quieten, show_notices, write_new
 
 if TYPE_CHECKING:
     from ..tools.evaluate import Evaluation, Subject
@@ -36,9 +36,7 @@ def evaluate(
     names, overrides = split_targets(targets)
     if output is not None and output.exists() and not force:
         raise ConfigError(f"{output} exists; choose another name or add --force.")
-    from .run import _quieten
-
-    _quieten()
+    quieten()
     from ..tools.evaluate import subject_of
 
     subjects = [subject_of(name, overrides) for name in names]
@@ -84,7 +82,7 @@ def _evaluate(subject: "Subject") -> "Evaluation":
 
 
 def _circumstances() -> dict[str, object]:
-    from ..run.environment import device_facts, versions
+    from ..run.launch import device_facts, versions
 
     return {"versions": versions(), "device": device_facts()}
 

@@ -1,4 +1,4 @@
-"""`generate`: data from a teacher alone, filtered, as a dataset that a run reads."""
+"""`generate`: data from a teacher, filtered, as a dataset that a run reads."""
 
 import contextlib
 import sys
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..common.signals import handling, interrupt
-from ._shared import out_of_memory
+from ._shared import out_of_memory, quieten
 
 if TYPE_CHECKING:
     from ..extras.generate.run import Generated
@@ -35,9 +35,7 @@ def generate(
     from ..extras.generate.options import read_options
 
     options = read_options(settings or [])
-    from .run import _quieten
-
-    _quieten()
+    quieten()
     from ..extras.generate.run import generate as run
 
     output_dir = output_dir.expanduser()

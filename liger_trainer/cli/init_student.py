@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ._shared import Config, Overrides, out_of_memory, show_notices
+from ._shared import Config, Overrides, checked, out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,12 +20,7 @@ TAKES_LESS = (
 
 def init_student(config: Config, overrides: Overrides = None) -> None:
     """Make a student of model_name_or_path: drop layers, narrow MLPs, compare with the original, save it."""
-    from ..config.run_config import load_run_config
-    from .run import _quieten
-
-    settings = load_run_config(config, overrides or [], exact=True)
-    show_notices(settings)
-    _quieten()
+    settings = checked(config, overrides)
     from ..extras.students.make import make_student
 
     with out_of_memory(TAKES_LESS):
@@ -37,7 +32,7 @@ def _print(config: "RunConfig", path: Path, record: "StudentRecord", student: "P
     from rich.console import Console
     from rich.table import Table
 
-    from ..run.metric_rows import DISTILL_ROWS
+    from ..run.reports.tables import DISTILL_ROWS
 
     console = Console()
     new = {old: index for index, old in enumerate(record.layers_kept)}
@@ -72,8 +67,8 @@ def _print(config: "RunConfig", path: Path, record: "StudentRecord", student: "P
 
 def _next_command(config: "RunConfig", path: Path) -> str:
     """Return the `run` command that trains the student, with the keys that made it removed."""
-    from ..config.catalogue import find_config
     from ..config.conflicts import STUDENT_KEYS
+    from ..config.schema import find_config
     from ..config.yaml_reader import read_settings, setting
     from ..extras.students.make import CHOICE
 

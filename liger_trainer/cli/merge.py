@@ -39,7 +39,7 @@ def merge(
     if not name:
         raise ConfigError(f"{run_dir / ADAPTER} does not name its base model; name it with --base MODEL.")
     _check_target(out, run_dir, name, force)
-    from ..common.adapters import check_mergeable
+    from ..common.weights import check_mergeable
 
     check_mergeable(str(adapter.get("peft_type")))
     quieten_deprecations()
@@ -47,7 +47,7 @@ def merge(
     of, weights_dtype = model.config._name_or_path, model.dtype
     try:
         with writing_to(out), staged_folder(out) as staged:
-            from ..common.adapters import logits_of
+            from ..common.weights import logits_of
 
             expected = logits_of(model)
             model.save_pretrained(staged)
@@ -108,9 +108,8 @@ def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -
     import torch
     from transformers import AutoConfig
 
-    from ..common.adapters import merged, with_adapter
-    from ..common.weights import auto_class, load_whole
-    from ..run.data.demo_model import resolve_model
+    from ..common.weights import auto_class, load_whole, merged, with_adapter
+    from ..extras.demo import resolve_model
 
     path = resolve_model(name)
     target = getattr(torch, dtype, None) if dtype else None
@@ -139,8 +138,7 @@ def _check_files(folder: Path, expected: Any, dtype: Any) -> None:
     """Raise ConfigError unless the model that transformers loads from the folder has these logits."""
     from transformers import AutoConfig
 
-    from ..common.adapters import TOLERANCE, check_alike, logits_of
-    from ..common.weights import auto_class, load_whole
+    from ..common.weights import TOLERANCE, auto_class, check_alike, load_whole, logits_of
 
     try:
         load = partial(auto_class(AutoConfig.from_pretrained(folder)).from_pretrained, trust_remote_code=False)

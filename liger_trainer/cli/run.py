@@ -1,7 +1,6 @@
 """`run` and `resume`: train as a configuration says, in this process or through accelerate's launcher."""
 
 import importlib
-import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..secrets import redact
-from ._shared import Config, Overrides, RunDir, out_of_memory, quieten_deprecations, show_notices
+from ._shared import Config, Overrides, RunDir, out_of_memory, quieten, show_notices
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -37,7 +36,7 @@ def resume(
     ] = False,
 ) -> None:
     """Continue an interrupted run from its newest whole checkpoint, with the settings it was started with."""
-    from ..run.checkpoints import resumption
+    from ..run.launch import resumption
 
     config, settings = resumption(run_dir, checkpoint, overrides or [], force)
     start(config, settings, ["run", config, *settings], context.obj or [])
@@ -61,7 +60,8 @@ def start(config: str, overrides: list[str], command: list[str], launcher: list[
 
 
 def _start(config: str, overrides: list[str], command: list[str], launcher: list[str]) -> None:
-    from ..config.engines import is_launched, not_installed
+    from ..config.check import not_installed
+    from ..config.conflicts import is_launched
     from ..config.run_config import load_run_config
     from ..run.launch import launch, launcher_arguments
 
@@ -79,26 +79,10 @@ def _start(config: str, overrides: list[str], command: list[str], launcher: list
 
 
 def _run_recipe(config: "RunConfig") -> None:
-    _quieten()
+    quieten()
     words, sys.argv = sys.argv, [redact(word) for word in sys.argv]  # some trackers send the command line
     try:
         with out_of_memory(TAKES_LESS):
             importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config.on_this_machine())
     finally:
         sys.argv = words
-
-
-def _quieten() -> None:
-    """Hide messages that the reader of a run can't act on. Errors and our own warnings are never hidden."""
-    import warnings
-
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    quieten_deprecations()
-    warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
-
-    import datasets
-    from transformers.utils import logging
-
-    datasets.disable_progress_bars()
-    logging.disable_progress_bar()  # of loading and saving; the one of training stays

@@ -2,16 +2,24 @@
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError, StorageError
 
 CONFIG, METRICS, STATE, REPORT = "config.yaml", "metrics.json", "trainer_state.json", "report.html"
+BEFORE = "measured_before.json"  # in a checkpoint of a run: its measurement before the first step
 DEFAULTS = "# Defaults in effect:"  # a line of the config.yaml that a run writes
 
 
@@ -69,7 +77,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `target` that takes its name at the end; after an error nothing is left of it.
+    """Yield an empty folder next to `target` that takes its name at the end; after an error nothing is left of it.
 
     By then `target` must be absent or empty.
     """
@@ -92,9 +100,7 @@ def sha256(content: bytes | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# A disk that is full, read-only or over its quota, whoever notices it, is one error with what to do.
-
-
+# A disk that is full, read-only or over its quota, whoever notices it, is one error that says what to do.
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # of safetensors and tokenizers, written in Rust
 _OF_TORCH = re.compile(r"PytorchStreamWriter|inline_container\.cc.*(unexpected pos|open file failed)", re.DOTALL)
@@ -156,3 +162,198 @@ def free_space(path: Path) -> str:
         return f"{shutil.disk_usage(nearest).free:,} bytes are free in {nearest}"
     except OSError as error:
         return f"The free space in {nearest} cannot be read ({error.strerror})"
+
+
+# One run per folder: a lock that names its holder, and that nobody has to remove by hand after a crash.
+#
+# The file system's own lock (`flock`) decides where it has one: it ends with the process, however that ends. Some file
+# systems have none, and some keep it to one host. There we look whether the process that the file names is running, or,
+# if it is on another host, whether the file's time moves, which the holder renews.
+try:
+    import fcntl
+except ImportError:  # Windows: a holder on the same host is not seen
+    fcntl = None
+
+LOCK = ".liger-trainer.lock"
+BEAT, WATCH = 10.0, 60.0  # seconds: how often the holder renews the file's time; how long another host waits for that
+_NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that a lock belongs to. `started` tells it from a later one of the same number."""
+
+    host: str
+    pid: int
+    started: str
+    since: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+_HELD: dict[Path, int] = {}  # the open files of the locks of this process
+
+
+@contextmanager
+def folder_lock(folder: Path, note: Callable[[str], Any]) -> Iterator[None]:
+    """Hold the lock of a folder, which is made if it is not there. A process may hold it several times.
+
+    Args:
+        note: gets a sentence about a lock whose process is gone.
+
+    Raises:
+        ConfigError: another process holds it, which is named; or a link in the folder leads out of it.
+    """
+    folder = folder.expanduser().resolve()
+    if folder in _HELD:  # a run holds it around its trainer, which would take it too
+        yield
+        return
+    refuse_links(folder)
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    file, over = _take(folder, note), threading.Event()
+    _HELD[folder] = file
+    threading.Thread(target=_beat, args=(file, over), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        del _HELD[folder]
+        with suppress(OSError):  # Windows removes no open file
+            (folder / LOCK).unlink()  # while it is locked: whoever waits for this file sees that it is gone
+        os.close(file)
+        if made:
+            with suppress(OSError):  # there is something in it, as after most runs
+                folder.rmdir()
+
+
+def refuse_if_held(folder: Path) -> None:
+    """Raise ConfigError where another process of this host holds the lock of a folder; take nothing."""
+    folder = folder.expanduser().resolve()
+    try:
+        file = os.open(folder / LOCK, os.O_RDWR)
+    except OSError:  # there is none, or the folder cannot be written to, which is for others to say
+        return
+    try:
+        if folder not in _HELD:
+            _refuse_if_running(folder, file)
+    finally:
+        os.close(file)
+
+
+def _take(folder: Path, note: Callable[[str], Any]) -> int:
+    """Return the open, locked file."""
+    path = folder / LOCK
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            gone = _refuse_if_running(folder, file)
+            if gone is not None and gone.host != socket.gethostname():
+                _refuse_if_beating(folder, gone, note)
+            if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+                _write(file)
+                if gone is not None:
+                    note(f"{folder} was locked by {gone}, which is gone; its lock is taken over.")
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # its holder released it in between
+
+
+def _refuse_if_running(folder: Path, file: int) -> Holder | None:
+    """Lock the file and return the holder that it names, if any.
+
+    Raises:
+        ConfigError: that one is running here, or anywhere where the file system's lock holds.
+    """
+    by_system = _flock(folder, file)
+    holder = _read(file)
+    here = holder is not None and holder.host == socket.gethostname()
+    if holder is not None and here and not by_system and holder.started == _started(holder.pid) != "":
+        raise _refusal(folder, holder)
+    return holder
+
+
+def _flock(folder: Path, file: int) -> bool:
+    """Take the file system's own lock; return False where it has none."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _refusal(folder, _read(file)) from None
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            raise
+        return False
+    return True
+
+
+def _refuse_if_beating(folder: Path, holder: Holder, note: Callable[[str], Any]) -> None:
+    """Watch the file's time, which a living holder on another host moves: no two clocks have to agree."""
+    note(f"{folder} is locked by {holder}; waiting up to {WATCH:.0f} s for a sign of it.")
+    first, end = _time_of(folder), time.monotonic() + WATCH
+    while time.monotonic() < end:
+        time.sleep(BEAT / 10)
+        if _time_of(folder) != first:
+            raise _refusal(folder, holder)
+
+
+def _time_of(folder: Path) -> int:
+    """Return the time of the file."""
+    try:  # opened again each time: a network file system then asks its server
+        with (folder / LOCK).open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def _refusal(folder: Path, holder: Holder | None) -> ConfigError:
+    return ConfigError(
+        f"{folder} is in use by {holder or 'a process that has just started'}. Two runs in one folder would remove "
+        "each other's checkpoints. Wait for that one, stop it, or choose another output_dir."
+    )
+
+
+def _started(pid: int) -> str:
+    """Return when a process of this host was started, in its system's ticks; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _read(file: int) -> Holder | None:
+    try:
+        os.lseek(file, 0, os.SEEK_SET)
+        return Holder(**json.loads(os.read(file, 4096)))
+    except (ValueError, TypeError):  # empty: not written yet
+        return None
+
+
+def _write(file: int) -> None:
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    holder = Holder(socket.gethostname(), os.getpid(), _started(os.getpid()), now)
+    os.ftruncate(file, 0)
+    os.lseek(file, 0, os.SEEK_SET)
+    os.write(file, json.dumps(asdict(holder)).encode())
+    os.fsync(file)
+
+
+def _beat(file: int, over: threading.Event) -> None:
+    while not over.wait(BEAT):
+        with suppress(OSError):  # the file system may come back
+            os.utime(file)
+
+
+def _forget() -> None:
+    """Let go of the parent's locks: a child that outlives it, such as a data loader's worker, must not hold them on."""
+    for file in _HELD.values():
+        os.close(file)
+    _HELD.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

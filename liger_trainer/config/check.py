@@ -1,40 +1,38 @@
 """Checks a configuration as a whole: names, types, what is missing, what does not go together. All findings at once."""
 
 import difflib
+import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ..common.options import OptionValues
-from ..common.value_rules import complaints, did_you_mean, read
+from ..common.options import OptionValues, complaints, did_you_mean, read
 from ..kernels.divergence_kinds import REMOVED as REMOVED_KINDS
 from ..losses.plan import FIELDS, plan_of, without_effect
 from ..secrets import SECRET
-from .conflicts import (
-    CALLED,
-    FORMER,
-    GONE,
-    REFUSED,
-    REMOVED,
-    TWO_STAGES,
-    conflicts,
-    is_sharded,
-    notices,
-    renamed,
-    will_shard,
-)
-from .engines import unknown as unknown_tracker
+from .conflicts import CALLED, FORMER, GONE, REFUSED, REMOVED, SHARDED, TWO_STAGES, conflicts, notices, renamed
 from .run_options import RECIPES
 from .schema import Schema
-from .settings import COMMAND_LINE, DROPPED, Checked, Finding, Setting
-from .yaml_reader import parse_overrides, read_settings
+from .yaml_reader import COMMAND_LINE, DROPPED, Finding, Setting, parse_overrides, read_settings
 
 RECIPE_DEFAULT = "recipe default"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The outcome: values with defaults, the settings among them, what is wrong and what should be known."""
+
+    recipe: str
+    schema: Schema
+    values: dict[str, Any]
+    settings: dict[str, Setting]
+    problems: list[Finding]
+    notices: list[Finding]
 
 
 def check(
@@ -64,8 +62,8 @@ def _check_settings(
 ) -> Checked:
     """Check settings with names of today as one run of `recipe`."""
     problems: list[Finding] = []
-    known = {key: setting for key, setting in given.items() if key in schema.of(recipe).keys}
     keys = schema.of(recipe).keys
+    known = {key: setting for key, setting in given.items() if key in keys}
     problems += _unknown(given, schema, recipe)
     problems += _wrong_types(known, keys)
     problems += _missing(given, recipe, label)
@@ -87,8 +85,9 @@ def _check_settings(
         problems += variables_not_allowed(known["env"])
     if paths:
         problems += missing_paths({key: setting for key, setting in known.items() if key not in wrong})
-    if "report_to" not in wrong:
-        problems += _no_trackers(settings)
+    if "report_to" in settings and "report_to" not in wrong:
+        message = unknown_tracker(settings["report_to"].value)
+        problems += [Finding(settings["report_to"].where, "report_to", message)] if message else []
     told = [] if problems else list(notices(known, keys, recipe))
     return Checked(recipe, schema, values, settings, problems, told)
 
@@ -201,13 +200,6 @@ def _missing(given: Mapping[str, Setting], recipe: str, label: str) -> Iterator[
         yield Finding(label, "teacher_model_name_or_path", message)
 
 
-def _no_trackers(settings: Mapping[str, Setting]) -> Iterator[Finding]:
-    setting = settings.get("report_to")
-    message = setting and unknown_tracker(setting.value)
-    if setting and message:
-        yield Finding(setting.where, "report_to", message)
-
-
 def _recipe_defaults(
     values: Mapping[str, Any], settings: Mapping[str, Setting], label: str
 ) -> Iterator[tuple[str, Any]]:
@@ -220,13 +212,11 @@ def _recipe_defaults(
         yield "output_dir", str(Path("outputs", Path(label).parent.name, Path(label).stem))
     if values["bf16"] is None and (values["fp16"] or values["use_cpu"]):
         yield "bf16", False
-    if "num_sample_completions" not in settings and (is_sharded(values) or will_shard(values)):
+    if "num_sample_completions" not in settings and SHARDED.holds(OptionValues(values, ())):
         yield "num_sample_completions", 0
 
 
 # What a configuration names outside itself: files and folders on this machine, and variables of the environment.
-
-
 ALLOW_ENV, API_KEY = "--allow-env", "teacher_server_api_key_env"
 PATHS = (
     "model_name_or_path", "teacher_model_name_or_path", "teacher_tokenizer_name_or_path", "dataset_name",
@@ -318,3 +308,50 @@ def _is_trusting(key: str, value: Any) -> bool:
     if key in ("attn_implementation", "experts_implementation"):  # owner/name is code of the hub
         return "/" in str(value)
     return key in ("trust_remote_code", "use_kernels", API_KEY) and bool(value)
+
+
+# The trackers of `report_to`: which there are, and whether what they need is installed. Imports none of them.
+# name in transformers: the packages it needs, each as the modules of which one must be there
+TRACKERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "azure_ml": (("azureml",),),
+    "clearml": (("clearml",),),
+    "codecarbon": (("codecarbon",),),
+    "comet_ml": (("comet_ml",),),
+    "dagshub": (("dagshub",), ("mlflow",)),
+    "dvclive": (("dvclive",),),
+    "flyte": (("flytekit",),),
+    "kubeflow": (),  # its environment tells it where to report
+    "mlflow": (("mlflow",),),
+    "neptune": (("neptune",),),
+    "swanlab": (("swanlab",),),
+    "tensorboard": (("tensorboard", "tensorboardX"),),
+    "trackio": (("trackio",),),
+    "wandb": (("wandb",),),
+}
+NO_NAMES = ("all", "none")  # every one that is installed, and no tracker
+
+
+def tracker_names(report_to: str | Sequence[str] | None) -> list[str]:
+    """The names in a value of `report_to`; `all` and `none`, which stand for every one or no one, are no names."""
+    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    return [] if len(names) == 1 and names[0] in NO_NAMES else names
+
+
+def unknown_tracker(report_to: Any) -> str | None:
+    """What is wrong with a value of `report_to`, in words: a name that is none of a tracker."""
+    for name in tracker_names(report_to):
+        if name in NO_NAMES:
+            return f"{name!r} stands alone; beside other trackers it means nothing."
+        if name not in TRACKERS:
+            return f"expected {', '.join(TRACKERS)}, all or none, got {name!r}.{did_you_mean(name, TRACKERS)}"
+    return None
+
+
+def not_installed(report_to: Any) -> str | None:
+    """Say which tracker that is asked for is not installed; None if all are."""
+    for name in tracker_names(report_to):
+        for modules in TRACKERS[name]:
+            if not any(importlib.util.find_spec(module) for module in modules):
+                advice = f"pip install {modules[0].replace('_', '-')}, or report_to=none"
+                return f"{name} needs {modules[0]}, which is not installed: {advice}."
+    return None

@@ -4,19 +4,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..common.options import given, on, option
-from ..common.weights import ALLOW_MISSING_WEIGHTS
+from ..trainers.options import ALLOW_MISSING_WEIGHTS
 
 RECIPES = ("sft", "distill")
 
 
 @dataclass
 class RunOptions:
-    """What a run does beside training."""
+    """What a run does besides training."""
 
     recipe: str = option(
-        "sft",
-        "sft or distill; when absent, distill if a teacher is named and sft otherwise.",
-        choices=RECIPES,
+        "sft", "sft or distill; when absent, distill if a teacher is named and sft otherwise.", choices=RECIPES
     )
     keep_every_nth_layer: int | None = option(
         None, "Make the student from model_name_or_path by keeping layers 0, n, 2n, ... and the last.", ge=2

@@ -16,8 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import trl
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
-from ..common.options import declared, limits_of, on
-from ..common.value_rules import LIMIT_NAMES, Rule
+from ..common.options import LIMIT_NAMES, Rule, declared, limits_of, on
 from ..losses.plan import entry_rule
 from ..losses.schedules import SCHEDULES, TAID
 from ..teachers.config import DTYPES, ENTRY_KEYS
@@ -27,17 +26,8 @@ from .conflicts import CONFLICTS, GONE
 from .run_options import LaunchOptions, RunOptions
 from .schema import FILE, SECTIONS, Schema, from_json, installed_versions, shipped_schema
 
-OWN = (
-    "run",
-    "launch",
-    "rows",
-    "images",
-    "step",
-    "qat",
-    "non_finite",
-    "distillation",
-    "sampling",
-)  # their descriptions are ours to ship
+# their descriptions are ours to ship
+OWN = ("run", "launch", "rows", "images", "step", "qat", "non_finite", "distillation", "sampling")
 _AT_LEAST_ONE = (
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length lora_r lora_alpha "
     "dataset_num_proc save_total_limit torch_empty_cache_steps"
@@ -90,7 +80,7 @@ def json_schema(descriptions: bool = False) -> dict[str, Any]:
     """The JSON Schema of a configuration, from the installed TRL and transformers.
 
     Args:
-        descriptions: with the help texts that TRL and transformers give their fields, beside ours.
+        descriptions: with the help texts that TRL and transformers give their fields, and ours.
     """
     properties = {}
     for section, fields in _fields().items():
@@ -133,20 +123,11 @@ def _requires(rule: Rule, key: str) -> bool:
 def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
     """Fields with their types by section, each name once; those that only one recipe has apart."""
     classes = {
-        "run": RunOptions,
-        "launch": LaunchOptions,
-        "model": ModelConfig,
-        "dataset": ScriptArguments,
-        "mixture": DatasetMixtureConfig,
-        "rows": RowsConfig,
-        "images": ImagesConfig,
-        "step": StepConfig,
-        "qat": QatConfig,
-        "non_finite": NonFiniteConfig,
-        "training": SFTConfig,
-        "distillation": LigerDistillConfig,
+        "run": RunOptions, "launch": LaunchOptions, "model": ModelConfig, "dataset": ScriptArguments,
+        "mixture": DatasetMixtureConfig, "rows": RowsConfig, "images": ImagesConfig, "step": StepConfig,
+        "qat": QatConfig, "non_finite": NonFiniteConfig, "training": SFTConfig, "distillation": LigerDistillConfig,
         "sampling": SamplingConfig,
-    }
+    }  # fmt: skip
     if hasattr(trl, "DistillationConfig"):
         classes["elsewhere"] = trl.DistillationConfig
     apart = {"distillation": {item.name for item in dataclasses.fields(SamplingConfig)}}  # inherited, and listed later

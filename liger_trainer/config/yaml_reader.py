@@ -6,13 +6,63 @@ switch is wanted, `yes`, `no`, `on` and `off` are understood as such later, by t
 
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import yaml
 
 from ..errors import ConfigError
-from .settings import COMMAND_LINE, DROPPED, Finding, ParsedSettings, Setting
+
+# A setting with the place where it was set, a finding about one, and the outcome of checking all of them.
+
+
+COMMAND_LINE = "command line"
+DROPPED = object()  # the value of a key that the command line takes out of the file: `~key`
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value and where it was set: "config.yaml:7", "command line" or "recipe default".
+
+    `inside` has the places of what the value holds, by path: {(0, "split"): "config.yaml:9"}.
+    """
+
+    value: Any
+    where: str
+    inside: Mapping[tuple, str] = field(default_factory=dict, compare=False)
+
+    def place(self, path: tuple) -> str:
+        """Where the part of the value at `path` stands, or the nearest part around it whose place is known."""
+        return next((self.inside[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.inside), self.where)
+
+
+class Finding(NamedTuple):
+    """Something to tell about a configuration: where, about which key, and what."""
+
+    where: str
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in self if part)
+
+
+class ParsedSettings(NamedTuple):
+    """Settings by key, and what is wrong with how they are written."""
+
+    values: dict[str, Setting]
+    findings: list[Finding]
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """By line of the file, then the command line, then what has no place."""
+
+    def place(finding: Finding) -> tuple[int, int]:
+        line = re.search(r":(\d+)$", finding.where)
+        return (0, int(line[1])) if line else (1 if finding.where == COMMAND_LINE else 2, 0)
+
+    return sorted(findings, key=place)
 
 
 class _Loader(yaml.SafeLoader):
@@ -43,8 +93,8 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
 
+# A configuration has far fewer. What has more is an attack or a mistake, and would take hours or the memory.
 MAX_DEPTH, MAX_VALUES = 50, 10_000
-"""A configuration has far fewer. What has more is an attack or a mistake, and would take hours or the memory."""
 
 
 def parse_yaml(text: str) -> Any:
@@ -213,6 +263,12 @@ def parse_overrides(arguments: list[str]) -> ParsedSettings:
         value = True if not values else values[0] if len(values) == 1 else values
         parsed.values[key.replace("-", "_")] = Setting(value, COMMAND_LINE)
     return parsed
+
+
+def inline(value: Any) -> str:
+    """Return a value as YAML on one line; text is quoted where it would be read as something else."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def setting(key: str, value: object) -> str:

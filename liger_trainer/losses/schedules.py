@@ -1,7 +1,7 @@
 """Scalars of a loss that change while a student trains: linear, cosine, constant after a warm-up, and TAID's share.
 
-Each is a function of the step alone, so a resumed training continues with the same values. TAID's adaptive share
-follows the loss and is in taid.py. This file imports no torch.
+Each is a function of only the step, so a resumed training continues with the same values. TAID's adaptive share
+follows the loss and is in trainers/loss_schedule.py. This file imports no torch.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.value_rules import ABOVE_ZERO, BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
+from ..common.options import ABOVE_ZERO, BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
 
 CURVES = ("linear", "cosine", "constant")
 SCHEDULE: Rule = {

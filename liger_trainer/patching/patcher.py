@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from ..common.hooks import is_of_deepspeed
 from ..common.replacements import Replacements
+from ..compat.modules import is_of_deepspeed
 from ..errors import ConfigError
-from ..losses.cross_entropy import stored_logits_loss
+from ..losses.answers import stored_logits_loss
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.fused_forward import FusedLoss, check_loss, has_trl_head
 from ..losses.model_parts import decoder_layers, output_module

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..common.hooks import is_called
 from ..common.replacements import Replacements
-from ..common.zero3 import is_missing, shape_of
+from ..compat.deepspeed import is_missing, shape_of
+from ..compat.modules import is_called
 from .options import PatchReport
 
 Rule = TypeVar("Rule")

@@ -24,12 +24,12 @@ from transformers import PreTrainedModel, Trainer
 
 from ..common.console import announce
 from ..common.replacements import Replacements
-from ..common.zero3 import is_partitioned
+from ..compat.deepspeed import is_partitioned
 from ..errors import ConfigError, MaterializedLogitsWarning
 from ..kernels.linear_log_probs import linear_log_probs
+from ..losses.deferring_head import ScoredLogits, scored_logits
 from ..losses.fused_forward import has_trl_head
 from ..losses.model_parts import output_module
-from ..losses.scored_logits import ScoredLogits, scored_logits
 from .options import PatchOptions, canonical
 from .patcher import base_of, patch, patched_record
 
@@ -156,7 +156,7 @@ def _with_scored_logits(stock: Callable) -> Callable:
         else:
             with scored_logits(base) as forward:
                 result = stock(trainer, model, *args, **kwargs)
-            obstacle = forward.obstacle
+            obstacle = forward.why_not_deferred
         if obstacle is not None:
             warnings.warn(
                 f"{type(base).__name__} stores the logits of the whole batch: {obstacle}.",

@@ -25,7 +25,7 @@ def drop_layers(
 
     The layers are the one `nn.ModuleList` with `config.num_hidden_layers` entries.
     Per-layer lists of the configuration (`layer_types` and the like) shrink with them and the layers are
-    numbered anew, so that the KV cache works. Exactly one of the two keywords is given.
+    numbered again, so that the KV cache works. Exactly one of the two keywords is given.
 
     Args:
         model: the teacher, with its plain weights: neither quantised nor wrapped by PEFT.

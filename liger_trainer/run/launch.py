@@ -1,7 +1,10 @@
 """Start a run again through accelerate's launcher, for several processes, and end all of them together."""
 
+import importlib.metadata
 import json
 import os
+import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,18 +14,73 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
+from .. import __version__
+from ..common.checkpoints import checkpoints_in
+from ..common.files import CONFIG, METRICS
+from ..common.options import did_you_mean
 from ..common.signals import handling
-from ..common.value_rules import did_you_mean
-from ..config.engines import LAUNCHED, accelerate_file, accelerate_names, is_launched
+from ..config.check import API_KEY, needs_trust
+from ..config.conflicts import LAUNCHED, accelerate_file, accelerate_names, is_launched
+from ..config.yaml_reader import COMMAND_LINE, parse_overrides, read_settings, setting
 from ..errors import ConfigError, Interrupted, LigerTrainerError
 from ..secrets import redact
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
+
+
+def resumption(
+    run_dir: Path, checkpoint: str | None, overrides: list[str], force: bool = False
+) -> tuple[str, list[str]]:
+    """Return the configuration and the settings that continue the run in `run_dir`.
+
+    The run looks whether its checkpoints are whole, before it loads anything. One that was stopped before its first
+    checkpoint starts from the beginning.
+
+    Args:
+        run_dir: the output_dir of the run.
+        checkpoint: name of the checkpoint to resume from; None is the newest that is whole.
+        overrides: settings that replace those of the run.
+        force: whether to resume though data or models have changed.
+
+    Raises:
+        ConfigError: no such run or checkpoint, or the run is finished and `overrides` ask for nothing more; or its
+            configuration has code of a model run, which a folder does not decide.
+    """
+    config = run_dir / CONFIG
+    if not config.is_file():
+        raise ConfigError(
+            f"{run_dir} holds no {CONFIG}, which is written when training starts; expected the output_dir of a run."
+        )
+    if (run_dir / METRICS).is_file():
+        if not overrides:
+            command = f"liger-trainer resume {shlex.quote(str(run_dir))} max_steps=..."
+            raise ConfigError(
+                f"the run in {run_dir} is finished ({METRICS} is there); to train on, say for how long: {command}"
+            )
+        overrides = ["overwrite_output_dir=true", *overrides]
+    named = parse_overrides(overrides).values
+    brought = read_settings(config.read_text(encoding="utf-8"), str(config)).values
+    for finding in needs_trust({key: given for key, given in brought.items() if key not in named}):
+        if finding.key != API_KEY:  # the run has sent it there
+            raise ConfigError(str(finding))
+    settings = [setting("output_dir", run_dir), *overrides]
+    names = [path.name for path in checkpoints_in(run_dir)]
+    if checkpoint is None and not names:
+        print(f"liger-trainer: no checkpoint in {run_dir}: the run starts from the beginning.", file=sys.stderr)
+        return str(config), settings
+    if checkpoint is not None and checkpoint not in names:
+        expected = f"expected one of {', '.join(names)}" if names else f"there is none in {run_dir}"
+        raise ConfigError(f"{COMMAND_LINE}: --checkpoint: {expected}, got {checkpoint!r}.")
+    chosen = "resume_from_checkpoint=true"
+    if checkpoint is not None:
+        chosen = setting("resume_from_checkpoint", run_dir / checkpoint)
+    return str(config), [*settings, chosen, *(["force_resume=true"] if force else [])]
+
 
 EXIT_CODE = "exit_code"
 ARGUMENTS = "LIGER_TRAINER_ARGUMENTS"  # an environment variable
@@ -94,14 +152,14 @@ def _as_asked(launcher: list[str], use_cpu: bool) -> list[str]:
 def launch(launcher: list[str], arguments: list[str], use_cpu: bool = False) -> NoReturn:
     """Run `accelerate launch LAUNCHER -m liger_trainer ARGUMENTS` and pass signals on to its processes, the ranks.
 
-    Signals go to the ranks alone: torchrun's agent would kill them 30 seconds after one, though they still save.
+    Signals go only to the ranks: torchrun's agent would kill them 30 seconds after one, though they still save.
 
     Args:
         use_cpu: the processes train on the CPU, though the machine may have GPUs.
 
     Raises:
         ConfigError: this process was started by a launcher itself, or there are fewer GPUs than processes.
-        SystemExit: always, with the exit code of the first rank that ended with an error, or that of the launcher.
+        SystemExit: always, with the exit code of the first rank that ended with an error, or the launcher's.
     """
     if is_launched():
         raise ConfigError(f"arguments after --: this process was started by a launcher already; got {launcher}.")
@@ -207,3 +265,43 @@ def _stop_without(pids: list[int]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True, name="liger-trainer-parent").start()
+
+
+# Where a run happens: versions and devices, as `env` prints them and metrics.json records them.
+
+
+PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "datasets", "accelerate")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide the numbers."""
+    installed = {"python": platform.python_version(), "liger-trainer": __version__}
+    for package in PACKAGES:
+        try:
+            installed[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # triton, with a CPU build of torch
+    return installed
+
+
+def device_facts() -> dict[str, Any]:
+    """Return the accelerators as torch sees them."""
+    import torch
+
+    from ..kernels.runtime import INSTALLED
+
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append({
+            "name": properties.name,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+        })  # fmt: skip
+    return {
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "bf16": bool(gpus) and torch.cuda.is_bf16_supported(),
+        "cpu_threads": torch.get_num_threads(),
+        "kernels": "torch, on the CPU" if not gpus else "Triton" if INSTALLED else "nothing: Triton is not installed",
+    }

@@ -15,15 +15,15 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedMod
 from transformers.configuration_utils import PreTrainedConfig
 from trl import get_quantization_config
 
-from ..common.adapters import Adapter, adapter_at, check_mergeable
-from ..common.weights import auto_class, load_whole
+from .. import plugins
+from ..common.weights import Adapter, adapter_at, auto_class, check_mergeable, load_whole
 from ..errors import ConfigError
 from ..losses.plan import plan_of
+from ..plugins import DEMO
 from ..teachers.config import OF_ONE_TEACHER, entries_of
 from ..teachers.vocabulary import Vocabulary, compare_tokenizers, teacher_tokenizer, tokenizer_of
-from ..trainers.chat_checks import check_chats
+from ..trainers.chat_template import check_chats
 from .data.datasets import RunData
-from .data.demo_model import resolve_model
 from .drop_layers import drop_layers
 
 if TYPE_CHECKING:
@@ -34,16 +34,12 @@ if TYPE_CHECKING:
 class ModelFiles:
     """A model with its configuration and tokenizer; no weights yet."""
 
-    key: str
-    """the configuration key that named it"""
-    path: str
-    """directory or hub id, with a demo name resolved"""
+    key: str  # the configuration key that named it
+    path: str  # directory or hub id, with a demo name resolved
     revision: str | None
     config: PreTrainedConfig
-    tokenizer: Any
-    """None for a teacher that was saved without one"""
-    processor: Any = None
-    """for rows with images (`with_processor`)"""
+    tokenizer: Any  # None for a teacher that was saved without one
+    processor: Any = None  # for rows with images (`with_processor`)
 
     @property
     def processing(self) -> Any:
@@ -64,7 +60,7 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
     """
     name = config[key]
     try:
-        path = resolve_model(name)
+        path = plugins.load(DEMO).resolve_model(name) if name.startswith(DEMO) else name
     except ConfigError as error:
         raise config.error(key, str(error)) from None
     looks_local = name.startswith((".", "~", "/")) or name.count("/") > 1

@@ -1,23 +1,43 @@
 """What every recipe does around the trainer that is its own: check, load, measure, train, save, measure again."""
 
+import json
+import math
+import platform
+import shlex
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from peft import PeftModel
 from rich.console import Console
+from transformers import Trainer
 from trl import get_peft_config
 
-from ..common.files import writing_to
+from ..common.files import METRICS, REPORT, write_atomically, writing_to
+from ..common.weights import merged
+from ..config.yaml_reader import setting
+from ..errors import LigerTrainerError, NonFiniteError, StorageError
+from ..secrets import redact, redacted
 from ..trainers.sft_trainer import LigerTrainer
 from .data.datasets import RunData, load_run_datasets
-from .ending import print_ending
-from .metric_rows import MetricRow, shown_rows
+from .launch import device_facts, versions
 from .models import ModelFiles, load_student, open_model, with_processor
-from .output_dir import again, check_output_dir, finish, save_student
-from .results import RunResults, patch_facts, print_before, print_results, print_rows, run_console
+from .reports.html import verdict
+from .reports.tables import MetricRow, shown_rows
+from .results import (
+    RunResults,
+    check_output_dir,
+    patch_facts,
+    print_before,
+    print_results,
+    print_rows,
+    resume_hint,
+    run_console,
+)
 from .samples import Measurement, ModelFacts, Prompt, compare, measure, model_facts
 from .train_loop import Clock, check_checkpoint, train
 
@@ -28,7 +48,7 @@ TrainerT = TypeVar("TrainerT", bound=LigerTrainer)
 
 
 @dataclass(frozen=True)
-class Preparation:
+class OpenedRun:
     """Everything that a run opens before it loads weights."""
 
     config: "RunConfig"
@@ -39,7 +59,7 @@ class Preparation:
     student: ModelFiles
 
 
-def prepare(config: "RunConfig") -> Preparation:
+def prepare(config: "RunConfig") -> OpenedRun:
     """Check the output directory, load the rows and open the student's files.
 
     Raises:
@@ -51,10 +71,10 @@ def prepare(config: "RunConfig") -> Preparation:
     check_checkpoint(config)
     student = open_model(config, "model_name_or_path")
     data = load_run_datasets(config, student.vocab_size)
-    return Preparation(config, run_console(), clock, output_dir, data, with_processor(config, student, data))
+    return OpenedRun(config, run_console(), clock, output_dir, data, with_processor(config, student, data))
 
 
-def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **teacher: Any) -> TrainerT:
+def load_trainer(run: OpenedRun, trainer_class: type[TrainerT], args: Any, **teacher: Any) -> TrainerT:
     """Load the weights and tokenize the rows.
 
     Args:
@@ -80,7 +100,7 @@ def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **t
 
 
 def train_and_save(
-    run: Preparation,
+    run: OpenedRun,
     trainer: LigerTrainer,
     prompts: list[Prompt],
     rows: tuple[MetricRow, ...],
@@ -108,7 +128,7 @@ def train_and_save(
 
 
 def _train_and_save(
-    run: Preparation,
+    run: OpenedRun,
     trainer: LigerTrainer,
     measure_now: Callable[[], Measurement],
     prompts: list[Prompt],
@@ -117,13 +137,13 @@ def _train_and_save(
     teacher: Callable[[], ModelFacts] | None,
 ) -> Path:
     config, clock = run.config, run.clock
-    with writing_to(run.output_dir, again(run.output_dir)):
+    with writing_to(run.output_dir, resume_hint(run.output_dir)):
         before, training = train(trainer, config, measure_now, clock, partial(_show_before, run.console, rows))
         with clock("save"):
             save_student(trainer, config, run.output_dir)
     with clock("measure_after"):
         after = measure_now()
-        beside = teacher() if teacher else None
+        of_teacher = teacher() if teacher else None
     results = RunResults(
         recipe=config.recipe,
         config=config.source,
@@ -140,10 +160,10 @@ def _train_and_save(
         log_history=trainer.state.log_history,
         models={
             "student": model_facts(trainer.accelerator.unwrap_model(trainer.model), after.tokens_per_second),
-            **({"teacher": beside} if beside else {}),
+            **({"teacher": of_teacher} if of_teacher else {}),
         },
     )
-    with writing_to(run.output_dir, again(run.output_dir)):
+    with writing_to(run.output_dir, resume_hint(run.output_dir)):
         finish(trainer, config, run.output_dir, results)
     print_results(run.console, results, shown_rows(rows, [results.before]), run.output_dir)
     print_ending(run.console, config, results, run.output_dir)
@@ -152,3 +172,148 @@ def _train_and_save(
 
 def _show_before(console: Console, rows: tuple[MetricRow, ...], before: dict[str, float]) -> None:
     print_before(console, shown_rows(rows, [before]), before)
+
+
+def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> None:
+    """Save the trained weights and the tokenizer, so that transformers by itself can load them.
+
+    A LoRA adapter is saved as an adapter, unless its base model was made by dropping layers: that base is nowhere on
+    disk, so the adapter is merged into it first, and the merged model is what is evaluated from then on.
+
+    Raises:
+        ConfigError: the merged model's logits are not those with the adapter.
+    """
+    if isinstance(trainer.model, PeftModel) and config.drops_layers():
+        trainer.model = merged(trainer.model)
+    model: Any = trainer.model
+    model.config.use_cache = True  # off in training; whoever loads the model wants to generate
+    trainer.save_model(str(output_dir), _internal_call=True)  # pushed once, with its card, at the end
+
+
+def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
+    """Write what follows the last evaluation: the model card, the push to the hub, metrics.json, report.html.
+
+    Raises:
+        NonFiniteError: a metric of the trained model is NaN; metrics.json says which.
+        LigerTrainerError: the hub refused the model, or could not be reached; all files are written by then.
+    """
+    _write_card(trainer, config, output_dir, results)
+    refused = _push(trainer, config) if config["push_to_hub"] else None
+    if trainer.is_world_process_zero():
+        content = redacted(_for_json({**asdict(results), **_circumstances(config)}))
+        write_atomically(output_dir / METRICS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        _report(output_dir)
+    trainer.accelerator.end_training()  # ends the process group too
+    nans = [name for name, value in results.after.items() if math.isnan(value)]
+    if nans:
+        raise NonFiniteError(f"the trained model's {', '.join(nans)} is NaN; what is in {output_dir} is of no use.")
+    if refused is not None:
+        upload = shlex.join(["hf", "upload", trainer.hub_model_id or output_dir.name, str(output_dir), "."])
+        raise LigerTrainerError(f"{output_dir} is complete, but was not pushed to the hub: {refused} Again: {upload}")
+
+
+def _push(trainer: Trainer, config: "RunConfig") -> Exception | None:
+    """Push the model and return the error, if any: it must not cost the results, which are not written yet."""
+    try:
+        trainer.push_to_hub(dataset_name=config["dataset_name"])
+    except Exception as error:  # errors of huggingface_hub and of its HTTP client
+        return error
+    return None
+
+
+def _write_card(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
+    """Write the card of this run in place of the one that TRL and PEFT write; `push_to_hub` writes it once more."""
+    from .model_card import NAME, Published, model_card
+
+    model = Published(
+        adapter=isinstance(trainer.model, PeftModel),
+        chat=bool(getattr(trainer.processing_class, "chat_template", None)),
+        tags=list(getattr(trainer, "_tag_names", [])),
+        hub_model_id=trainer.hub_model_id if config["push_to_hub"] else None,
+    )
+
+    def write(*_: Any, **__: Any) -> None:
+        if trainer.is_world_process_zero():
+            write_atomically(output_dir / NAME, redact(str(model_card(config, results, model))))
+
+    trainer.create_model_card = write
+    write()
+
+
+def _circumstances(config: "RunConfig") -> dict[str, Any]:
+    """Return what a run came from, and where it ran."""
+    return {
+        "settings": {key: {"value": value, "set_by": where} for key, (value, where) in config.changes().items()},
+        "versions": versions(),
+        "environment": {"platform": platform.platform(), **device_facts()},
+        "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _report(output_dir: Path) -> None:
+    """Write report.html. An error in it is printed: the run is done, and everything else is saved.
+
+    Raises:
+        StorageError: the disk is full, read-only or over its quota.
+    """
+    from .reports.html import write_report
+    from .reports.read_run import read_runs
+
+    advice = f"again: liger-trainer report {shlex.quote(str(output_dir))}"
+    try:
+        with writing_to(output_dir / REPORT, f"All else of the run is saved; {advice}"):
+            write_report(read_runs([output_dir]), output_dir / REPORT)
+    except StorageError:
+        raise
+    except Exception as error:
+        print(f"liger-trainer: no report was written: {type(error).__name__}: {error}; {advice}", file=sys.stderr)
+
+
+def _for_json(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by their names."""
+    if isinstance(value, dict):
+        return {str(k): _for_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_json(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+# The last lines of a run: the verdict, and three commands that go on from here.
+
+
+STYLES = {"good": "green", "bad": "red", "": "yellow"}
+
+
+def print_ending(console: Console, config: "RunConfig", results: RunResults, output_dir: Path) -> None:
+    """Print the verdict of a run and what can be done next."""
+    models = {name: asdict(facts) for name, facts in results.models.items()}
+    judged = verdict(results.recipe, results.before, results.after, models)
+    if judged is not None:
+        console.print(judged.text, style=STYLES[judged.tone], highlight=False, soft_wrap=True)
+    commands = next_commands(output_dir, adapter=(output_dir / "adapter_config.json").is_file())
+    width = max(map(len, commands))
+    console.print("Next:", highlight=False)
+    for command, what in commands.items():
+        console.print(f"  {command:<{width}}  # {what}", highlight=False, markup=False, soft_wrap=True)
+
+
+def next_commands(output_dir: Path, adapter: bool) -> dict[str, str]:
+    """Return three commands, each with what it does."""
+
+    def line(*words: str) -> str:
+        return shlex.join(["liger-trainer", *words])
+
+    run, name = str(output_dir), output_dir.resolve().name
+    above = output_dir / ".." if output_dir.name in ("", "..") else output_dir.parent
+    if adapter:
+        last = line("merge", run, str(above / f"{name}-merged")), "adapter and base as one model"
+    else:
+        other = setting("output_dir", above / f"{name}-2")
+        last = line("run", str(output_dir / "config.yaml"), other, "learning_rate=1e-4"), "again, with a change"
+    return {
+        line("chat", run): "talk to it",
+        line("eval", run): "more metrics on the held-out rows, with calibration",
+        last[0]: last[1],
+    }

@@ -1,18 +1,24 @@
 """The results of a run, and what it prints: configuration and data at the start, results at the end."""
 
+import shlex
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from transformers import Trainer
 
+from ..common.checkpoints import checkpoints_in
 from ..common.console import is_main_process
+from ..common.files import CONFIG, DEFAULTS, METRICS, REPORT, refuse_if_held, write_atomically
 from ..patching.patcher import Patched
 from ..trainers.rows import RowFacts
 from .data.datasets import USERS_TOO, DataFacts
-from .metric_rows import MetricRow
+from .reports.tables import MetricRow
 from .samples import Completion, ModelFacts, comparison_table, print_completions
 
 if TYPE_CHECKING:
@@ -35,15 +41,14 @@ class TrainingFacts:
     processes: int
     trainable_parameters: int
     parameters: int
+    # the step that a run was resumed at; seconds and tokens_per_second count from there, tokens from the start
     resumed_at: int = 0
-    """the step that a run was resumed at; seconds and tokens_per_second count from there, tokens from the start"""
-    skipped_steps: int = 0
-    """steps that were left out for numbers that were not finite (`on_non_finite: skip_step`)"""
+    skipped_steps: int = 0  # steps that were left out for numbers that were not finite (`on_non_finite: skip_step`)
 
 
 @dataclass(frozen=True)
 class RunResults:
-    """What metrics.json holds, beside the versions. KLs, losses and entropies are in nats per token."""
+    """What metrics.json holds, besides the versions. KLs, losses and entropies are in nats per token."""
 
     recipe: str
     config: str
@@ -51,20 +56,17 @@ class RunResults:
     after: dict[str, float]
     completions: list[Completion]
     data: DataFacts
-    rows: dict[str, RowFacts]
-    """of each split, as the trainer prepared it"""
-    patched: dict[str, Any]
-    """`patch_facts`"""
+    rows: dict[str, RowFacts]  # of each split, as the trainer prepared it
+    patched: dict[str, Any]  # `patch_facts`
     training: TrainingFacts
-    seconds: dict[str, float]
-    """of each part of the run"""
+    seconds: dict[str, float]  # of each part of the run
     log_history: list[dict[str, Any]]
+    # the student and, where one other model teaches, the teacher
     models: dict[str, ModelFacts] = field(default_factory=dict)
-    """the student and, where one model of its own teaches, the teacher"""
 
 
 def patch_facts(graphs: Mapping[str, str], **models: Patched | None) -> dict[str, Any]:
-    """Return, for each model that is not None, what was swapped, what was left alone, and why.
+    """Return, for each model that is not None, what was swapped, what was not, and why.
 
     Args:
         graphs: by model, what was done about CUDA graphs.
@@ -152,3 +154,105 @@ def print_rows(console: Console, rows: dict[str, RowFacts]) -> None:
         lost = name in ("rows_dropped", "rows_truncated", "supervised_tokens_lost") and any(counts)
         table.add_row(name.replace("_", " "), *(f"{count:,}" for count in counts), style="yellow" if lost else None)
     console.print(table)
+
+
+# The output directory of a run: what may be written there, what is written, and in which order.
+#
+# The trained weights are saved before the last evaluation, and metrics.json last of all: its presence means that the
+# run is finished, and nothing that follows training can lose the model.
+
+
+WRITTEN = (  # names that a run writes, and others do, too
+    CONFIG, REPORT, "README.md", "config.json", "generation_config.json", "model.safetensors",
+    "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
+    "preprocessor_config.json", "processor_config.json", "training_args.bin",
+)  # fmt: skip
+
+
+def check_output_dir(config: "RunConfig") -> Path:
+    """Return the output directory. It is not made yet: most mistakes show later, and should leave nothing behind.
+
+    Raises:
+        ConfigError: it holds a finished run, checkpoints that this run does not go on from, or files of no run that it
+            would replace, and `overwrite_output_dir` is not set; another process trains in it; it is the directory of
+            an input model; or it cannot be written.
+    """
+    output_dir = Path(config["output_dir"]).expanduser()
+    if (output_dir / METRICS).is_file() and not config["overwrite_output_dir"]:
+        advice = "choose another output_dir or set overwrite_output_dir=true"
+        raise config.error("output_dir", f"{output_dir} holds a finished run ({METRICS}); {advice}.")
+    earlier = _earlier_checkpoints(config, output_dir)
+    if earlier and not config["overwrite_output_dir"]:
+        advice = "set resume_from_checkpoint=true to go on with it, or overwrite_output_dir=true to remove it"
+        raise config.error("output_dir", f"{output_dir} holds {earlier[-1].name} of an earlier run; {advice}.")
+    for key in ("model_name_or_path", "teacher_model_name_or_path"):
+        name = config.values.get(key)
+        taken = [
+            path for path in (output_dir, *earlier) if name and path.resolve() == Path(name).expanduser().resolve()
+        ]
+        if taken:
+            raise config.error("output_dir", f"{taken[0]} is also {key}, which would be overwritten.")
+    foreign = _foreign_files(config, output_dir)
+    if foreign and not config["overwrite_output_dir"]:
+        advice = "choose another output_dir, or set overwrite_output_dir=true to replace them"
+        raise config.error("output_dir", f"{output_dir} holds {', '.join(foreign)}, which no run wrote; {advice}.")
+    if is_main_process():  # which takes the lock for all
+        refuse_if_held(output_dir)
+    check_writable(config, "output_dir", output_dir)
+    return output_dir
+
+
+def check_writable(config: "RunConfig", key: str, path: Path) -> None:
+    """Check that a folder can be written to, by making something there.
+
+    The access rights of a network folder do not say what its server will refuse.
+
+    Raises:
+        ConfigError: the folder, or the nearest one above it that exists, cannot be written to.
+    """
+    nearest = next(above for above in (path, *path.absolute().parents) if above.exists())
+    try:
+        with TemporaryDirectory(dir=nearest, prefix=".liger-trainer-"):
+            pass
+    except OSError as error:
+        why = f" ({error.strerror})" if nearest.is_dir() else ""
+        raise config.error(key, f"{nearest} is no directory that can be written to{why}.") from None
+
+
+def _earlier_checkpoints(config: "RunConfig", output_dir: Path) -> list[Path]:
+    """Return checkpoints that this run does not resume from.
+
+    They must not be mixed with its own: resuming and `save_total_limit` go by the number of the step.
+    """
+    return [] if config["resume_from_checkpoint"] else checkpoints_in(output_dir)
+
+
+def _foreign_files(config: "RunConfig", output_dir: Path) -> list[str]:
+    """Return the names of files that this run would replace, in a folder in which no run has begun yet."""
+    written = output_dir / CONFIG
+    if config["resume_from_checkpoint"] or written.is_file() and DEFAULTS in written.read_text(errors="replace"):
+        return []
+    return [name for name in WRITTEN if (output_dir / name).is_file()]
+
+
+def resume_hint(output_dir: Path) -> str:
+    """Say how a run is gone on with, for an error that ends it."""
+    return f"To go on from the newest checkpoint: {shlex.join(['liger-trainer', 'resume', str(output_dir)])}"
+
+
+def start_output(trainer: Trainer, config: "RunConfig") -> None:
+    """At the start of training, write config.yaml, which `liger-trainer resume` reads, and remove the run that this one
+    overwrites."""
+    if trainer.is_world_process_zero():
+        output_dir = Path(str(trainer.args.output_dir))
+        _clear(output_dir, config)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(output_dir / CONFIG, config.to_yaml())
+
+
+def _clear(output_dir: Path, config: "RunConfig") -> None:
+    for name in (METRICS, REPORT):
+        (output_dir / name).unlink(missing_ok=True)
+    for checkpoint in _earlier_checkpoints(config, output_dir):
+        checkpoint.unlink() if checkpoint.is_symlink() else shutil.rmtree(checkpoint)

@@ -17,16 +17,15 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 from trl import prepare_multimodal_messages
 
 from ..common.console import is_main_process, visible
-from ..common.zero3 import is_partitioned, shape_of
+from ..compat.deepspeed import is_partitioned, shape_of
 from ..losses.model_parts import device_of, known_positions
 from ..patching.patcher import base_of
-from ..trainers.chat_checks import fitting
-from ..trainers.message_marks import ANSWERS
+from ..trainers.chat_template import ANSWERS, fitting
 from ..trainers.rows import text_prompt_ids
 from ..trainers.samplers import nothing_by_default
 from .data.datasets import RunData
-from .data.images import images_of
-from .metric_rows import MetricRow
+from .data.row_checks import images_of
+from .reports.tables import MetricRow
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -42,8 +41,8 @@ class Prompt:
     text: str
     input_ids: list[int]
     reference: str | None
+    # what a model reads besides the tokens: tensors of the prompt's images, (1, length) types of its tokens
     images: dict[str, Any] = field(default_factory=dict)
-    """what a model reads beside the tokens: tensors of the prompt's images, (1, length) types of its tokens"""
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,14 @@ class Measurement:
 
     metrics: dict[str, float]
     texts: list[str]
-    tokens_per_second: float | None = None
-    """of the completions"""
+    tokens_per_second: float | None = None  # of the completions
 
 
 @dataclass
 class Writing:
     """How fast a model writes. The first prompt does not count: kernels are compiled in it."""
 
-    completions: list[tuple[int, float]] = field(default_factory=list)
-    """tokens and seconds of each"""
+    completions: list[tuple[int, float]] = field(default_factory=list)  # tokens and seconds of each
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Report what `patch` would swap in a model and what it would leave alone, from its configuration, without weights."""
+"""Report what `patch` would swap in a model and what it would not, from its configuration, without weights."""
 
 import difflib
 import inspect
@@ -127,7 +127,7 @@ def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) 
     try:
         with torch.device("meta"):
             model = build(config)
-    except Exception as error:  # each family has checks of its own
+    except Exception as error:  # each family has its own checks
         if str(error).startswith("Unrecognized configuration class"):  # the message lists every class
             raise ConfigError(
                 f"transformers {transformers.__version__} has no causal LM for a {type(config).__name__}. "
@@ -163,7 +163,7 @@ def _computes(layer: Any, method: str) -> bool:
 
 
 def class_of(config: Any) -> str | None:
-    """Return the class of the checkpoint if it has a causal-LM head, else that of the model type."""
+    """Return the class of the checkpoint if it has a causal-LM head, else the model type's."""
     for name in config.architectures or ():
         if _has_causal_lm_head(getattr(transformers, name, None)):
             return name
@@ -235,7 +235,7 @@ def markdown_report(report: PatchReport) -> str:
 
 
 def markdown(diagnoses: Iterable[Diagnosis]) -> str:
-    """Write the tables of families and of other classes, and the layers that are left alone with the reasons."""
+    """Write the tables of families and of other classes, and the layers that stay as they are, with the reasons."""
     diagnoses = list(diagnoses)
     built = [d for d in diagnoses if d.report is not None]
     families, others = [d for d in built if d.name == d.family], [d for d in built if d.name != d.family]
@@ -324,7 +324,7 @@ def _share_left_alone(diagnoses: list[Diagnosis]) -> list[str]:
     total = len(swapped) + len(left)
     return [
         f"These families have {total} classes of norms, MLPs, experts and attention with a rotation: {len(left)} "
-        f"({100 * len(left) / max(total, 1):.0f} %) are left alone.",
+        f"({100 * len(left) / max(total, 1):.0f} %) are left alone."
     ]
 
 

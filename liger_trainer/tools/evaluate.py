@@ -17,16 +17,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 from trl import get_peft_config
 
-from ..common.adapters import ADAPTER, with_adapter
 from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG
-from ..common.weights import DamagedWeightsError
+from ..common.weights import ADAPTER, DamagedWeightsError, with_adapter
 from ..config.run_config import load_run_config
-from ..config.settings import Setting
-from ..config.yaml_reader import setting
+from ..config.yaml_reader import Setting, setting
 from ..errors import ConfigError, CorruptError, NonFiniteError
 from ..run.data.datasets import DataFacts, RunData, load_run_datasets
-from ..run.metric_rows import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow
 from ..run.models import (
     ModelFiles,
     check_same_tokenizer,
@@ -38,6 +35,7 @@ from ..run.models import (
     open_teachers,
     with_processor,
 )
+from ..run.reports.tables import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -157,7 +155,7 @@ def _for_evaluation(config: "RunConfig", folder: str) -> "RunConfig":
 
 
 def _saved_files(base: ModelFiles, weights: Path, trust: bool) -> ModelFiles:
-    """Read configuration and tokenizer from beside the weights, if they are there."""
+    """Read configuration and tokenizer from the folder of the weights, if they are there."""
     try:
         has_config = (weights / "config.json").is_file()
         model_config = AutoConfig.from_pretrained(weights, trust_remote_code=trust) if has_config else base.config
@@ -184,12 +182,7 @@ def _student(subject: Subject, config: "RunConfig", base: ModelFiles, files: Mod
 
 
 def _trainer(
-    subject: Subject,
-    config: "RunConfig",
-    data: RunData,
-    base: ModelFiles,
-    files: ModelFiles,
-    teachers: dict[str, str],
+    subject: Subject, config: "RunConfig", data: RunData, base: ModelFiles, files: ModelFiles, teachers: dict[str, str]
 ) -> Any:
     args = config.training_args()
     cached = (

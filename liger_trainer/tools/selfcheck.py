@@ -1,7 +1,7 @@
 """Check the outputs and gradients of the ops and of a small patched model, on the user's own device.
 
 The truth is plain torch in fp64 on the same numbers. An op passes if the error of each output and gradient is at most
-twice that of plain torch in the op's dtype, plus a floor of a few roundings. Two errors are bounded: the distance to
+twice plain torch's in the op's dtype, plus a floor of a few roundings. Two errors are bounded: the distance to
 the truth, and its part along the truth, where roundings cancel and a wrong factor does not. Each comparison is repeated
 with an error of 1 % planted in the op's result, to show that it would be seen.
 """
@@ -144,13 +144,13 @@ def _comparison(name: str, got: Tensor, plain: Tensor, truth: Tensor, dtype: tor
         raise ValueError(f"{name} is {tuple(got.shape)}, expected {tuple(truth.shape)}.")
     (distance, along), limits = _errors(plain, truth), FLOOR[dtype]
     bounds = 2 * distance + limits, 2 * along + limits / 2
-    error, factor = _errors(got, truth)
-    planted = Comparison(name, *_interleaved(_errors(got.double() * (1 + PLANTED), truth), bounds), distance, False)
-    return Comparison(name, *_interleaved((error, factor), bounds), distance, not planted.passes)
 
+    def compared(x: Tensor, sees_one_percent: bool) -> Comparison:
+        error, factor = _errors(x, truth)
+        return Comparison(name, error, bounds[0], factor, bounds[1], distance, sees_one_percent)
 
-def _interleaved(errors: tuple[float, float], bounds: tuple[float, float]) -> tuple[float, float, float, float]:
-    return errors[0], bounds[0], errors[1], bounds[1]
+    planted = compared(got.double() * (1 + PLANTED), False)
+    return compared(got, not planted.passes)
 
 
 def _errors(x: Tensor, truth: Tensor) -> tuple[float, float]:

@@ -4,27 +4,183 @@ ShareGPT's `conversations` become `messages`, with the roles user and assistant 
 learned, as TRL learns messages, unless `assistant_only_loss` is set. Alpaca's `instruction` and `input` become
 `prompt`, its `output` becomes `completion`: only the completion is learned, unless `completion_only_loss` is false.
 Stanford Alpaca's prompt may be written around instruction and input (`RowsConfig.alpaca_prompt`).
+
+Messages are read as people write them: with parts, marks, tool calls and nulls. Mappings whose keys differ from row to
+row are kept as JSON: in Arrow's own mappings each would get the keys of all others, with null.
 """
 
+import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, Features, IterableDataset, Json, List, Value
+from datasets.features.features import register_feature
 from trl.data_utils import get_dataset_column_names
 
 from ..errors import DataError
 from .images import COLUMNS
-from .messages import (
-    CHAT,
-    JsonAsWritten,
-    encoded,
-    exact,
-    is_plain,
-    tidy,
-    without_nulls,
-)
+
+MASKED = "train"  # false: nothing of the message is learned; `tidy` writes it
+MARKS = ("weight", "loss_weight", "train", "training", "loss")
+"""Fields of a message that say whether it is learned: of OpenAI, LLaMA-Factory, axolotl and ms-swift."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+_CHATS = ("messages", "prompt", "completion")
+
+
+@dataclass(repr=False)
+class JsonAsWritten(Json):
+    """datasets' `Json`, with Python's own reader: the one it has reads 0.3 as 0.30000000000000004."""
+
+    _type: str = field(default="JsonAsWritten", init=False, repr=False)
+
+    def encode_example(self, example_data):
+        return super().encode_example(example_data) if isinstance(example_data, str) else as_json(example_data)
+
+    def decode_example(self, example_data, token_per_repo_id=None):
+        return None if example_data is None else json.loads(example_data)
+
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", ".*register_feature.*experimental")
+    register_feature(JsonAsWritten, "JsonAsWritten")
+
+CHAT = List(JsonAsWritten())
+
+
+def as_json(value: Any) -> str | None:
+    """Return what a column of `JsonAsWritten` stores; None stays None."""
+    return None if value is None else json.dumps(value)
+
+
+def encoded(row: dict[str, Any], features: Any) -> dict[str, Any]:
+    """Return a row for a map that writes these features, which would write numbers with ten decimals."""
+
+    def written(value: Any, feature: Any) -> Any:
+        if isinstance(feature, Json):
+            return as_json(value)
+        whole = isinstance(feature, List) and isinstance(feature.feature, Json)
+        # Of a list of messages each item is written by itself, as Arrow stores them.
+        return [as_json(item) for item in value] if whole and value is not None else value
+
+    return {name: written(value, features.get(name)) for name, value in row.items()}
+
+
+def exact(feature: Any) -> Any:
+    """Return a feature with `JsonAsWritten` in the place of each `Json`."""
+    if isinstance(feature, Json):
+        return JsonAsWritten()
+    if isinstance(feature, List):
+        return List(exact(feature.feature), length=feature.length)
+    if isinstance(feature, dict):
+        parts = {name: exact(part) for name, part in feature.items()}
+        return Features(parts) if isinstance(feature, Features) else parts
+    return feature
+
+
+def without_nulls(value: Any, feature: Any) -> Any:
+    """Return a value without the keys that Arrow has filled in: in its mappings, other than in JSON, null is absent.
+
+    A message's content stays, null or not.
+    """
+    if isinstance(feature, dict) and isinstance(value, dict):
+        parts = {key: without_nulls(part, feature.get(key)) for key, part in value.items()}
+        return {key: part for key, part in parts.items() if part is not None or key == "content"}
+    if isinstance(feature, List) and isinstance(value, list):
+        return [without_nulls(part, feature.feature) for part in value]
+    return value
+
+
+def is_plain(features: Any) -> bool:
+    """Return whether every row is messages of role and text and nothing besides."""
+    if features is None or not {"system", "tools", "chat_template_kwargs"}.isdisjoint(features):
+        return False
+    return all(_plain_column(features[name]) for name in _CHATS if name in features)
+
+
+def _plain_column(feature: Any) -> bool:
+    entries = feature.feature if isinstance(feature, List) else None
+    if isinstance(entries, dict):
+        return set(entries) == {"role", "content"} and getattr(entries["content"], "dtype", None) == "string"
+    return getattr(feature, "dtype", None) == "string"
+
+
+def tidy(row: dict[str, Any], images: bool) -> dict[str, Any]:
+    """Return the chat columns of a row, with contents as text, `train` for all marks, and `system` as first message.
+
+    Args:
+        images: whether the row has images, whose places are parts of a content.
+
+    Raises:
+        DataError: see `message_problem`.
+    """
+    new: dict[str, Any] = {}
+    for name in _CHATS:
+        messages = row.get(name)
+        if not isinstance(messages, list):
+            continue
+        for message in messages:
+            problem = message_problem(message, images)
+            if problem:
+                raise DataError(f"column {name!r}: {problem}")
+        new[name] = [_tidy_message(message, images) for message in messages]
+    first = next((new[name] for name in ("messages", "prompt") if name in new), None)
+    # A column that some tools keep next to the turns. A chat that opens with a system message has its own.
+    if first is not None and row.get("system") and not (first and first[0].get("role") == "system"):
+        first.insert(0, {"role": "system", "content": row["system"]})
+    if "chat_template_kwargs" in row:
+        new["chat_template_kwargs"] = row["chat_template_kwargs"] or {}
+    return new
+
+
+def _tidy_message(message: dict[str, Any], images: bool) -> dict[str, Any]:
+    content, kept = message.get("content"), {key: value for key, value in message.items() if key not in MARKS}
+    if isinstance(content, list) and not images:
+        kept["content"] = "".join(part if isinstance(part, str) else part["text"] for part in content)
+    marks = [message[mark] for mark in MARKS if message.get(mark) is not None]
+    return {**kept, MASKED: all(marks)} if marks else kept
+
+
+def message_problem(message: Any, images: bool, content: str = "content") -> str | None:
+    """Return what is wrong with a message's marks or the parts of its content, or None."""
+    if not isinstance(message, dict):
+        return f"expected messages of role and content, got {message!r:.80}"
+    for mark in MARKS:
+        value = message.get(mark)
+        if value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
+            return (
+                f"a message has {mark!r}, which says whether it is learned: expected 0 or 1, false or true (numbers "
+                f"between are for whole rows: weight_column), got {value!r:.40}"
+            )
+    parts = message.get(content)
+    if not isinstance(parts, (str, list, type(None))):
+        return f"expected content as text or as parts of text, got {parts!r:.80}"
+    for part in parts if isinstance(parts, list) and not images else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = isinstance(part, str) or (kind in TEXT_PARTS and isinstance(part.get("text"), str))
+        if not text:
+            return f"expected content as text or as parts of text, got a part {kind or part!r:.80}"
+    return None
+
+
+def no_answer(messages: list[dict[str, Any]], others: tuple[str, ...], last: bool = False) -> str | None:
+    """Return why no message of a chat can be learned where only answers are, or None.
+
+    Args:
+        others: the roles that answer nothing.
+        last: whether only the last answer is learned, which needs a message before it.
+    """
+    answers = [i for i, message in enumerate(messages) if message["role"] not in others]
+    if last and answers and answers[-1] == 0:
+        return "only the last answer is to be learned, but there is none with a message before it"
+    learned = [i for i in answers if messages[i].get(MASKED) is not False]
+    if answers and not learned:
+        return "only answers are to be learned, but each of this chat is marked as not to be learned"
+    roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+    return None if learned else f"only answers are to be learned, but the chat has none, got the roles {roles}"
+
 
 ROLES = {"human": "user", "gpt": "assistant"}
 BASIC_ROLES = ("system", "user", "assistant")
@@ -55,7 +211,7 @@ def in_messages(dataset: Any, text_field: str = "text", alpaca_prompt: str = "in
     """Return rows of ShareGPT as messages, of Alpaca as prompt and completion, and chats as templates take them.
 
     Of a chat, text in parts is joined, a column `system` becomes the first message, marks of messages become `train`
-    (`messages.MARKS`), and nulls that Arrow has filled in are left out. Rows with images keep their parts.
+    (`MARKS`), and nulls that Arrow has filled in are left out. Rows with images keep their parts.
 
     Args:
         dataset: a Dataset or an IterableDataset.
@@ -74,11 +230,13 @@ def in_messages(dataset: Any, text_field: str = "text", alpaca_prompt: str = "in
     check_preferences(dataset, text_field if text_field != "text" else None)
     convert, removed = _conversion(columns, text_field, alpaca_prompt)
     images = not columns.isdisjoint(COLUMNS)
+    # Nothing to do, so the rows stay as they are: a map would write them all once more, and change their fingerprint.
     if convert is None and (is_plain(dataset.features) or (images and "system" not in columns)):
         return dataset
     if convert is None and not isinstance(dict(next(iter(dataset), {})).get(removed[0]), list):  # plain text
         return dataset
     before = dataset.features
+    # A cast changes only how JSON is read back, before the map below reads it.
     if before is not None and exact(before) != before:
         dataset = dataset.cast(exact(before))
     after = _features_of_chats(before, alpaca_prompt, removed) if isinstance(dataset, Dataset) else None
@@ -135,10 +293,12 @@ def check_preferences(dataset: Any, text_field: str | None = None) -> None:
     columns = set(get_dataset_column_names(dataset))
     if text_field in columns or "input_ids" in columns:
         return
+    # By the names of columns, whatever they hold: an answer that was rejected looks like any other.
     pairs = next((pair for pair in PAIRS if columns.issuperset(pair)), None)
     if pairs is not None:
         _refuse_preferences(pairs, "DPOTrainer")
     answers = bool(columns & {"completion", "messages", "conversations", "output"})
+    # A label may be anything else too, so a verdict is a column of this name with true or false in it.
     verdict = next((name for name in VERDICTS if answers and name in columns), None)
     if verdict is not None and isinstance(dict(next(iter(dataset), {})).get(verdict), bool):
         _refuse_preferences((verdict,), "KTOTrainer")
@@ -202,15 +362,11 @@ def _check_columns(dataset: Any, text_field: str) -> None:
     features: Any = dataset.features or {}
     for name in {text_field, "prompt", "completion", *ALPACA, *ALPACA_OPTIONAL} & features.keys():
         dtype = getattr(features[name], "dtype", "string")
-        numbers = dtype.startswith(("int", "uint", "float", "bool"))
-        if numbers and not (isinstance(dataset, Dataset) and _is_empty(dataset, name)):
-            raise DataError(f"column {name!r}: expected text, got {dtype}. Cast it: dataset.cast_column(...).")
-
-
-def _is_empty(dataset: Dataset, name: str) -> bool:
-    """Whether a column holds nothing, which readers of CSV take for one of numbers."""
-    column = dataset.data.column(name)
-    return column.null_count == len(column)
+        if dtype.startswith(("int", "uint", "float", "bool")):
+            # readers of CSV take a column that holds nothing for one of numbers
+            column = dataset.data.column(name) if isinstance(dataset, Dataset) else None
+            if column is None or column.null_count < len(column):
+                raise DataError(f"column {name!r}: expected text, got {dtype}. Cast it: dataset.cast_column(...).")
 
 
 def _formatted(dataset: Any, function: Callable, text_field: str) -> Any:
@@ -266,7 +422,12 @@ def split_last(dataset: Any) -> Any:
 
 
 def _messages(row: dict[str, Any]) -> dict[str, Any]:
-    messages = [_renamed(message) for message in row["conversations"]]
+    messages = []
+    for message in row["conversations"]:
+        names = ("from", "value") if "from" in message else ("role", "content")
+        role, content = (message[name] for name in names)
+        rest = {key: value for key, value in message.items() if key not in names}
+        messages.append({**_message(ROLES.get(role, role), content), **rest})
     if row.get("system") and not (messages and messages[0]["role"] == "system"):
         messages = [_message("system", row["system"]), *messages]
     images = row["images"] if "images" in row else [row["image"]] if "image" in row else None
@@ -290,13 +451,6 @@ def _parts(text: str) -> list[dict[str, Any]]:
         parts += [{"type": "image", "text": None}] if index else []
         parts += [{"type": "text", "text": piece.strip("\n")}] if piece.strip() else []
     return parts
-
-
-def _renamed(message: dict[str, Any]) -> dict[str, Any]:
-    names = ("from", "value") if "from" in message else ("role", "content")
-    role: str = message[names[0]]
-    rest = {key: value for key, value in message.items() if key not in names}
-    return {**_message(ROLES.get(role, role), message[names[1]]), **rest}
 
 
 def _message(role: str, content: Any) -> dict[str, Any]:

@@ -10,16 +10,21 @@ Trainer reads weights back by the names that they have in memory, and only warns
 others: those of older files (LLaVA, Gemma 3), or one tensor for each expert (Mixtral).
 """
 
+import json
 import os
+import shlex
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from datasets import Dataset
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import TrainerState
@@ -38,13 +43,22 @@ from ..common.checkpoints import (
     weights_alone,
 )
 from ..common.console import on_first_rank
-from ..common.files import STATE, write_atomically
-from ..common.folder_lock import folder_lock
-from ..common.replacements import Replacements
+from ..common.files import CONFIG, STATE, folder_lock, write_atomically
+from ..common.replacements import replaced
 from ..common.weights import load_whole
 from ..errors import ConfigError
+from ..patching.patcher import base_of
 from ..secrets import names_a_secret, redacted, remember_settings
+from ..teachers.fingerprints import (
+    LABEL,
+    describe_model,
+    describe_tokenizer,
+    rows_fingerprint,
+    sampled_fingerprint,
+    shortened,
+)
 from .host import TrainerHost
+from .rows import GENERATION_PROMPT
 
 ENCODER = "prompt_encoder.safetensors"
 
@@ -107,21 +121,16 @@ class CheckpointGuard:
                 stacklevel=7,
             )
         if weights_alone(checkpoint):
-            warnings.warn(f"{checkpoint} holds the model alone: optimizer and schedule start anew.", stacklevel=7)
+            warnings.warn(f"{checkpoint} holds only the model: optimizer and schedule start again.", stacklevel=7)
         return str(checkpoint)
 
-    @contextmanager
-    def best_found_again(self) -> Iterator[None]:
+    def best_found_again(self) -> AbstractContextManager[None]:
         """Within the context, a state that Trainer loads knows the best checkpoint by the path that it has now.
 
         Else no other one could be compared with it, and the best would be chosen from the start.
         """
-        replacements = Replacements()
-        replacements.set(TrainerState, "load_from_json", partial(self._state_with_best, TrainerState.load_from_json))
-        try:
-            yield
-        finally:
-            replacements.undo()
+        load = partial(self._state_with_best, TrainerState.load_from_json)
+        return replaced(TrainerState, load_from_json=load)
 
     def _state_with_best(self, load: Callable[[str], TrainerState], path: str) -> TrainerState:
         state = load(path)
@@ -188,7 +197,7 @@ class CheckpointGuard:
         if not path.is_file():
             raise ConfigError(
                 f"{checkpoint} has no {ENCODER}: an earlier version, another trainer, FSDP or DeepSpeed saved what the "
-                "encoder of prompts makes, without its weights. Begin anew."
+                "encoder of prompts makes, without its weights. Begin again."
             )
         encoder.load_state_dict(load_file(path))
         return True
@@ -219,7 +228,11 @@ class CheckpointGuard:
             encoder, sharded = self._prompt_encoder(), trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
             if encoder is not None and trainer.args.should_save and not sharded:
                 save_file({name: value.clone() for name, value in encoder.state_dict().items()}, staged / ENCODER)
-            self._point_to_best(staged, target)
+            best = trainer.state.best_model_checkpoint
+            if best is not None and Path(best) == staged:
+                trainer.state.best_model_checkpoint = str(target)
+                if trainer.args.should_save:
+                    trainer.state.save_to_json(str(staged / STATE))
             self._put_in_place(staged, target)
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)  # a full disk gets its room back
@@ -232,13 +245,6 @@ class CheckpointGuard:
     def folder(self, run_dir: str) -> str:
         """Return the folder that checkpoints of a run are written to now."""
         return os.path.join(run_dir, STAGING) if self.is_staging else run_dir
-
-    def _point_to_best(self, staged: Path, target: Path) -> None:
-        best = self._trainer.state.best_model_checkpoint
-        if best is not None and Path(best) == staged:
-            self._trainer.state.best_model_checkpoint = str(target)
-            if self._trainer.args.should_save:
-                self._trainer.state.save_to_json(str(staged / STATE))
 
     def _put_in_place(self, staged: Path, target: Path) -> None:
         """Finish a checkpoint that all processes have written their parts of, and remove those that are too many."""
@@ -263,29 +269,14 @@ class CheckpointGuard:
 # arguments without secrets
 
 
-@contextmanager
-def public_report(args: Any) -> Iterator[None]:
+def public_report(args: Any) -> AbstractContextManager[None]:
     """Within the context, what trackers are sent of a trainer's arguments has no secrets."""
-    with _replaced(args, "to_dict", lambda args: redacted(type(args).to_dict(args))):
-        yield
+    return replaced(args, to_dict=lambda: redacted(type(args).to_dict(args)))
 
 
-@contextmanager
-def public_files(args: Any) -> Iterator[None]:
+def public_files(args: Any) -> AbstractContextManager[None]:
     """Within the context, a trainer's arguments are pickled without secrets, as for training_args.bin."""
-    with _replaced(args, "__getstate__", _public_state):  # which pickle asks for
-        yield
-
-
-@contextmanager
-def _replaced(args: Any, method: str, function: Callable[[Any], Any]) -> Iterator[None]:
-    """Within it `args.method()` is `function(args)`."""
-    replacements = Replacements()
-    replacements.set(args, method, partial(function, args))
-    try:
-        yield
-    finally:
-        replacements.undo()
+    return replaced(args, __getstate__=partial(_public_state, args))  # which pickle asks for
 
 
 def _public_state(args: Any) -> dict[str, Any]:
@@ -296,3 +287,146 @@ def _public_state(args: Any) -> dict[str, Any]:
         held = isinstance(value, str) and names_a_secret(field.name)
         state[field.name] = None if held else redacted(value)
     return state
+
+
+# Checkpoints keep fingerprints of what their training started with, so that none goes on with something else. The check
+# compares the datasets as they are trained on, the tokenizer and its chat template, the student and the
+# teacher. It skips what is unknown on either side, such as the rows of a stream or sharded weights. It does not compare
+# settings: most may change while a training goes on.
+
+
+BEFORE = "weights before training"
+KEY = "fingerprints"  # next to num_tokens in trainer_state.json
+# of the weights of models that have trained since
+_AT_FIRST: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
+
+
+def student_fingerprints(model: Any) -> dict[str, Any]:
+    """Return the fingerprints of a model that is about to train.
+
+    They leave out what may be drawn at random: embeddings, which have rows for new tokens, and, since the checkpoint
+    holds them anyway, adapters and a model that was not loaded from files.
+    """
+    base = base_of(model)
+    ends = [base.get_input_embeddings(), base.get_output_embeddings()]
+    embeddings = {id(weight) for module in ends if module is not None for weight in module.parameters()}
+    weights = [(name, weight) for name, weight in base.named_parameters() if id(weight) not in embeddings]
+    frozen = [(name.replace(".base_layer", ""), weight) for name, weight in weights if not weight.requires_grad]
+    prints = {**describe_model(model), "frozen weights": sampled_fingerprint(frozen)}
+    if isinstance(model, PeftModel) or not base.config._name_or_path:
+        return prints
+    if base not in _AT_FIRST:
+        _AT_FIRST[base] = sampled_fingerprint((name, weight) for name, weight in weights if weight.requires_grad)
+    return {**prints, BEFORE: _AT_FIRST[base]}
+
+
+class ResumeCheck:
+    """Puts fingerprints of a trainer's data, tokenizer, student and teacher into its checkpoints, and compares them.
+
+    Make it before anything trains. Only the first process compares; all processes go on, or none.
+    """
+
+    def __init__(self, trainer: TrainerHost):
+        self._trainer = trainer
+        self._student = student_fingerprints(trainer.model)
+        self._known: dict[str, Any] | None = None
+
+    def begin(self, checkpoint: str | None, force: bool) -> None:
+        """Compare a checkpoint with what this trainer has.
+
+        Raises:
+            ConfigError: something differs, and `force` is not set.
+        """
+        self._known = None  # an earlier training of this trainer may have had other rows
+        if checkpoint is None:
+            return
+        main = self._trainer.is_world_process_zero()
+        differences = on_first_rank(main, lambda: self._differences(Path(checkpoint)))
+        if differences and not force:
+            raise ConfigError(_refusal(Path(checkpoint), differences))
+        if differences and main:
+            warnings.warn(f"Going on from {checkpoint} with something else: {'; '.join(differences)}.", stacklevel=3)
+
+    def remember(self) -> None:
+        """Put the fingerprints into the trainer's state, which a checkpoint saves."""
+        if self._trainer.is_world_process_zero():
+            states: Any = self._trainer.state.stateful_callbacks
+            states.setdefault(TRAINER_STATE, {})[KEY] = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        """Return the fingerprints, computed at first use: reading rows takes seconds for each GB."""
+        if self._known is None:
+            trainer = self._trainer
+            named = trainer.row_preparation.named_datasets()
+            self._known = {
+                **{f"{name} dataset": self._of_rows(rows) for name, rows in named.items()},
+                "tokenizer": describe_tokenizer(trainer._tokenizer, trainer.processing_class),
+                "model": self._student,
+                **trainer.teacher_fingerprints(),
+            }
+        return self._known
+
+    def _of_rows(self, rows: Any) -> dict[str, Any]:
+        """Return the fingerprint of the columns that the trainer reads, without images and sound."""
+        if not isinstance(rows, Dataset):
+            return {"rows": len(rows)} if hasattr(rows, "__len__") else {}
+        columns = [column.name for column in rows.data.schema if "binary" not in str(column.type)]
+        if self._trainer.args.remove_unused_columns:
+            self._trainer._set_signature_columns_if_needed()
+            columns = [name for name in columns if name in (self._trainer._signature_columns or ())]
+        # Made of the prompts, which are compared. It comes and goes with lmbda, which may change.
+        columns = [name for name in columns if name != GENERATION_PROMPT]
+        fingerprint = rows_fingerprint(rows.select_columns(columns))
+        return {LABEL: rows.info.dataset_name, "rows": len(rows), "sha256": fingerprint}
+
+    def _differences(self, checkpoint: Path) -> list[str]:
+        """Return the differences in words, one for each part."""
+        file = checkpoint / STATE
+        state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        there = state.get("stateful_callbacks", {}).get(TRAINER_STATE, {}).get(KEY)
+        if there is None:
+            warnings.warn(
+                f"{checkpoint} does not say what its training was begun with, as it was saved by an earlier version "
+                "or by another trainer, so data, tokenizer and models are not compared.",
+                stacklevel=4,
+            )
+            return []
+        # Where the model was loaded from this checkpoint, only it knows the weights before training.
+        name, before = base_of(self._trainer.model).config._name_or_path, there.get("model", {}).get(BEFORE)
+        if before is not None and name and Path(name).resolve() == checkpoint.resolve():
+            self._student = {**self._student, BEFORE: before}
+        return list(_compared(there, self._now()))
+
+
+def _compared(there: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for part in now:
+        old, new = dict(_flat(there.get(part) or {})), dict(_flat(now[part]))
+        names = [name for name in (old.get(LABEL), new.get(LABEL)) if name]
+        both = [name for name in new if None not in (new[name], old.get(name)) and name.split(".")[-1] != LABEL]
+        different = [name for name in both if new[name] != old[name]]
+        if different:
+            label = f" ({', now '.join(dict.fromkeys(names))})" if names else ""
+            yield f"{part}{label}: " + ", ".join(
+                f"{name} {shortened(old[name])} there, {shortened(new[name])} now" for name in different
+            )
+
+
+def _flat(parts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in parts.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _refusal(checkpoint: Path, differences: list[str]) -> str:
+    how = "train(resume_from_checkpoint=..., force_resume=True)."
+    if (checkpoint.parent / CONFIG).is_file():
+        name = ["--checkpoint", checkpoint.name]
+        how = shlex.join(["liger-trainer", "resume", str(checkpoint.parent), *name, "--force"])
+    return (
+        f"{checkpoint} was saved by a training that was begun with something else:\n"
+        + "".join(f"  {line}\n" for line in differences)
+        + "A dataset is compared as it is trained on: tokenized, cut to length, packed, its rows in their order. "
+        f"Restore what differs; or, to go on all the same: {how}"
+    )

@@ -19,24 +19,23 @@ from trl.data_utils import is_conversational
 from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG
 from ..errors import ConfigError, TeacherServerError
-from ..losses.spec import LossOptions
-from ..losses.teacher_answer import TokenLossOutput
+from ..losses.spec import LossOptions, TokenLossOutput
 from ..patching.patcher import Patched, base_of
 from ..teachers.factory import GivenTeacher, make_teacher
 from ..teachers.model import ModelTeacher
 from ..teachers.own_images import take_processor
-from .best_metric import correct_guess
-from .config import LigerDistillConfig
-from .from_trl_args import from_trl
+from .config import LigerDistillConfig, from_trl
 from .host import DistillHost
 from .images import check_settings
 from .loss_schedule import LossState
 from .metrics import per_token_values
 from .on_policy import SOURCE, STUDENT, OnPolicy, PromptCollator
+from .options import correct_guess
 from .row_preparation import rows_for_reading
 from .rows import (
     GENERATION_PROMPT,
     asked,
+    check_ids,
     check_positions,
     check_prompts,
     has_only_prompts,
@@ -46,7 +45,6 @@ from .rows import (
 )
 from .sft_trainer import LigerTrainer
 from .student import check_prompt_learning, disable_dropout
-from .token_ids import check_ids
 
 
 class LigerDistillTrainer(LigerTrainer):
@@ -128,7 +126,7 @@ class LigerDistillTrainer(LigerTrainer):
         # Its completions are batched by the collator inside the teacher's.
         self._on_policy = OnPolicy(self, self._rows_collator) if args.samples or self.prompts_alone else None
         if not of_trl:  # whose own defaults are set here
-            for message in args.in_vain(sampled=self._on_policy is not None):
+            for message in args.unused_fields(sampled=self._on_policy is not None):
                 warnings.warn(message, stacklevel=2)
         self._source: str | None = None  # who wrote the completions of the micro-batch at hand, where some are sampled
 
@@ -285,7 +283,7 @@ class LigerDistillTrainer(LigerTrainer):
     def add_metrics(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
         super().add_metrics(mode, totals, tokens)
         if mode == "train":
-            self.progress.seen(totals, tokens)
+            self.progress.add_micro_batch(totals, tokens)
         if mode == "train" and self._source is not None:
             self._sampling().add_metrics(self._source, totals, tokens)
 
@@ -340,7 +338,7 @@ class LigerDistillTrainer(LigerTrainer):
 
     def create_optimizer(self, *args, **kwargs):
         optimizer = super().create_optimizer(*args, **kwargs)
-        self.progress.join(optimizer)
+        self.progress.add_projectors(optimizer)
         return optimizer
 
     def _set_signature_columns_if_needed(self):

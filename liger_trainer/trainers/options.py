@@ -1,12 +1,17 @@
 """The fields of LigerConfig and LigerDistillConfig by what they are about, and what they exclude. Imports no torch."""
 
+import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..common.options import HTTP, Fact, OptionValues, equals, on, option
+from ..common.options import HTTP, Condition, OptionValues, equals, on, option
 from ..teachers.config import SAMPLES
 
+ALLOW_MISSING_WEIGHTS = (
+    "Load models from files that lack weights, or have others: those missing or of another shape are drawn at random."
+)
 ALPACA_PROMPTS = ("instruction", "stanford", "stanford_text")
 
 
@@ -24,7 +29,7 @@ class RowsConfig:
         allow_unwritten_fields: learn chats whose tools, tool calls or thoughts the chat template leaves out, without
             them. Default: such a row is an error.
         weight_column: the column with each training row's weight, a number of at least 0. It multiplies the loss of
-            the row's tokens; the divisor stays the number of supervised tokens (trainers/row_weights.py).
+            the row's tokens; the divisor stays the number of supervised tokens (trainers/row_preparation.py).
     """
 
     supervised_part: str | None = option(
@@ -76,7 +81,6 @@ class ImagesConfig:
         learn_image_tokens: learn the tokens that hold the places of an image too, where labels have them. TRL's
             collator puts them there when every token of a chat is learned. Default: they are left out, in fine-tuning
             and in distillation. With TRL's own SFTConfig labels stay as TRL makes them.
-        freeze_vision_tower: train nothing of the vision tower, adapters included, and run it without gradients.
     """
 
     learn_image_tokens: bool = option(
@@ -117,18 +121,16 @@ def without_effect(name: str, sampled: bool, vllm: bool) -> str | None:
 class SamplingConfig:
     """Whose completions are distilled, and how they are sampled. See docs/on-policy.md.
 
+    What the texts of the fields leave open:
+
     Args:
-        lmbda: the share of micro-batches whose completions the student samples (on-policy), in [0, 1]. The others take
-            the completions of the dataset.
-        seq_kd: the teacher samples the completions of those others.
+        lmbda: the other micro-batches take the completions of the dataset, or with `seq_kd` the teacher's.
         max_completion_length: the most tokens that are sampled. (`max_new_tokens` of a recipe is the length of the
             completions that are shown, another thing.)
         top_p, top_k, min_p, repetition_penalty: as in transformers' GenerationConfig. The sampling temperature is
             `temperature`.
         generation_kwargs: further fields of GenerationConfig, or of SamplingParams with vLLM; they go before the ones
             above.
-        cache_implementation: transformers' cache for generation.
-        generation_batch_size: prompts of a process that are completed at once. Default: all of an optimizer step.
         use_vllm, vllm_*: as in TRL's DistillationConfig: vLLM samples for the student, through TRL's VLLMGeneration.
     """
 
@@ -160,7 +162,7 @@ class SamplingConfig:
     vllm_max_model_length: int | None = option(None, "Most tokens of prompt and completion in vLLM.", ge=1)
     vllm_tensor_parallel_size: int = option(1, "GPUs that vLLM spreads the student over.", ge=1)
 
-    def in_vain(self, sampled: bool) -> Iterator[str]:
+    def unused_fields(self, sampled: bool) -> Iterator[str]:
         """The fields that are set and that nothing reads, each with the reason."""
         for item in fields(SamplingConfig):
             why = without_effect(item.name, sampled, self.use_vllm)
@@ -180,7 +182,7 @@ def _checkpoints(options: OptionValues) -> bool:
     return bool(options["gradient_checkpointing"] if renamed is None else renamed)
 
 
-_CHECKPOINTS = Fact(
+_CHECKPOINTS = Condition(
     ("gradient_checkpointing",),
     _checkpoints,
     (~equals("gradient_checkpointing", False) & ~equals("activation_checkpointing", False)).rule,
@@ -284,12 +286,7 @@ POLICIES = (STOP, SKIP)
 
 @dataclass
 class NonFiniteConfig:
-    """The field of LigerConfig and LigerDistillConfig about numbers that are not finite.
-
-    Args:
-        on_non_finite: what is done about a loss, gradient norm, weight or teacher that is NaN or infinite: "stop", or
-            "skip_step", which leaves such steps out.
-    """
+    """What is done about a loss, gradient norm, weight or teacher that is NaN or infinite."""
 
     on_non_finite: str = option(
         STOP,
@@ -310,3 +307,70 @@ def check_policy(policy: str) -> str:
     if policy not in POLICIES:
         raise ValueError(f"on_non_finite must be one of {', '.join(POLICIES)}, got {policy!r}.")
     return policy
+
+
+# Which way a metric is better: for the best checkpoint, early stopping, and learning rates that follow evaluations.
+# transformers takes the greater value for the better one unless the name ends in "loss", and lowers the learning rate
+# on a plateau as if less were better in any case.
+
+
+_LESS = r"loss|loss/\w+|\w+_loss|perplexity|student_perplexity|student_nll|forward_kl|reverse_kl|jsd"
+_MORE = r"mean_token_accuracy|agreement_at_1"
+_NEITHER = r"entropy|teacher_entropy|teacher_perplexity|teacher_nll|num_tokens"
+# The last one of them in a name: in front stand eval_, the name of a dataset or of a kind of token.
+_METRIC = re.compile(rf"(?:^|.*?[_/])(?:(?P<neither>{_NEITHER})|(?P<more>{_MORE})|(?P<less>{_LESS}))")
+FOLLOW_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")
+
+
+def greater_is_better(metric: str | None) -> bool | None:
+    """Return which way a metric of the trainers is better; None for one that is neither, and for others' metrics."""
+    found = _METRIC.fullmatch(metric or "")
+    return None if found is None or found["neither"] else bool(found["more"])
+
+
+def is_neither(metric: str | None) -> bool:
+    """Return whether it is a metric of the trainers of which neither more nor less is better."""
+    found = _METRIC.fullmatch(metric or "")
+    return found is not None and found["neither"] is not None
+
+
+def choose_direction(args: Any) -> None:
+    """Set `greater_is_better`, where it is None, for a metric of the trainers.
+
+    Raises:
+        ValueError: neither more nor less of it is better.
+    """
+    metric = args.metric_for_best_model
+    if args.greater_is_better is not None or metric is None:
+        return
+    if is_neither(metric):
+        raise ValueError(f"metric_for_best_model: {no_direction(metric)}")
+    args.greater_is_better = greater_is_better(metric)
+
+
+def no_direction(metric: str) -> str:
+    """Return what is said about a metric that is no better high than low."""
+    return f"neither more nor less of {metric} is better. Say which is meant: greater_is_better, true or false."
+
+
+def correct_guess(args: Any) -> None:
+    """Set `greater_is_better` to false where transformers has guessed it true, in arguments that are not ours.
+
+    Warns, since such arguments do not tell a guess from a choice.
+    """
+    metric = args.metric_for_best_model
+    guess = metric is not None and not metric.endswith("loss")
+    if guess and args.greater_is_better and greater_is_better(metric) is False:
+        args.greater_is_better = False
+        warnings.warn(
+            f"metric_for_best_model: transformers takes more {metric} for the better; less is, so greater_is_better is "
+            "set to False. To choose the highest all the same, set it in a LigerConfig or LigerDistillConfig.",
+            stacklevel=3,
+        )
+
+
+def follow_direction(args: Any) -> None:
+    """Have a learning rate that follows evaluations follow `greater_is_better`, unless `mode` is given."""
+    if args.lr_scheduler_type in FOLLOW_EVALUATIONS:
+        mode = "max" if args.greater_is_better else "min"
+        args.lr_scheduler_kwargs = {"mode": mode, **(args.lr_scheduler_kwargs or {})}

@@ -5,27 +5,114 @@
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from datasets import Dataset
 from jinja2 import TemplateError
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import SFTTrainer
 
+from ..common.replacements import replaced
 from ..common.signals import end_workers_with_this_process
 from ..errors import ConfigError, DataError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
-from .chat_checks import check_chats, check_part, fit_arguments
+from ..teachers.row_keys import DocumentCollator, check_known, documents, row_key, rows_with
 from .chat_rows import datasets_in_messages
+from .chat_template import (
+    check_chats,
+    check_part,
+    fit_arguments,
+    has_masked_messages,
+    marked_template,
+    template_for_training,
+)
 from .config import LigerDistillConfig
 from .host import RowsHost
-from .message_marks import has_masked_messages, marked_template, template_for_training
-from .rows import RowFacts, count_rows, has_only_prompts
-from .token_ids import LargestIds, check_ids
+from .rows import LargestIds, RowFacts, check_ids, count_rows, has_only_prompts
+
+# `weight_column`: rows that count more or less than others.
+# The loss of a batch is sum_i w(i) l(i) / N, where l(i) is the loss of token i, w(i) the weight of its row, and N the
+# number of supervised tokens of the global batch, weighted or not. So a row's share of the gradient does not depend on
+# the rows that it is batched with, weights of 1 change nothing, and weights of 2 are a loss of twice the size.
+
+
+TOKEN_WEIGHTS = "token_weights"  # in a batch, see `WeightCollator`
+TRAIN = "train"
+
+
+class RowWeights:
+    """The weights of the training rows, by the content of each row: TRL's packing keeps no column.
+
+    Evaluations are not weighted, so that they can be compared.
+
+    Args:
+        column: has numbers of at least 0.
+        strategy: of packing, for messages.
+    """
+
+    def __init__(self, column: str, strategy: str | None):
+        self._column, self._strategy = column, strategy
+        self.of: dict[bytes, float] = {}
+
+    def read(self, dataset: Dataset, name: str, cut: slice) -> None:
+        """Take the weights of tokenized rows before they are packed.
+
+        Args:
+            cut: what truncation leaves of a row.
+
+        Raises:
+            DataError: no such column; a value that is no weight; equal rows with different weights; only zeros.
+        """
+        if name != TRAIN:
+            for document in documents(dataset.select_columns(["input_ids", "labels"])):
+                self.of.setdefault(row_key(document.input_ids[cut], document.labels[cut]), 1.0)
+            return
+        for value, document in rows_with(self._column, dataset, "weight_column", "training"):
+            weight = self._weight(value, document.row)
+            key = row_key(document.input_ids[cut], document.labels[cut])
+            if self.of.setdefault(key, weight) != weight:
+                raise DataError(
+                    f"Row {document.row} of the training dataset, beginning with {document.input_ids[:8].tolist()}, "
+                    f"stands in it twice, with the weights {self.of[key]:g} and {weight:g}. Equal rows need one weight."
+                )
+        if not any(self.of.values()):
+            raise DataError(f"Every row of the training dataset has weight 0 in {self._column!r}: nothing is learned.")
+
+    def _weight(self, value: Any, row: int) -> float:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value < 0:
+            raise DataError(
+                f"Row {row} of the training dataset has {value!r} in {self._column!r}; expected a number of at least 0."
+            )
+        return float(value)
+
+    def check(self, prepared: Any) -> None:
+        """Raise ConfigError where rows were not read, or packing has cut them so that they are not found again."""
+        check_known(prepared if self.of else None, self.of, "weight_column", self._strategy)
+
+
+class WeightCollator(DocumentCollator):
+    """Add `token_weights` (batch, length) fp32, the weight of each position that predicts a token; 0 elsewhere."""
+
+    def __init__(self, collator: Any, weights: RowWeights):
+        super().__init__(collator, "is of no dataset that the trainer prepared, so its weight is not known.")
+        self._weights = weights
+
+    def look_up(self, key: bytes, tokens: int) -> torch.Tensor | None:
+        weight = self._weights.of.get(key)
+        return None if weight is None else torch.full((tokens,), weight)
+
+    def columns(self, answers: list[torch.Tensor], predicts: torch.Tensor) -> dict[str, Any]:
+        weights = torch.zeros(predicts.shape)
+        if answers:
+            weights[predicts] = torch.cat(answers)
+        return {TOKEN_WEIGHTS: weights}
 
 
 class RowPreparation:
@@ -56,20 +143,14 @@ class RowPreparation:
         if self._part is not None:
             check_part(self._part, call.arguments["train_dataset"], config.completion_only_loss)
 
-    @contextmanager
-    def accepted(self) -> Iterator[None]:
+    def accepted(self) -> AbstractContextManager[None]:
         """Within the context SFTTrainer accepts `assistant_only_loss` without marks in the chat template.
 
         `supervised_part` finds the answers of any template, so the flag is off while SFTTrainer constructs itself.
         """
-        switched = self._part is not None and self._only_answers
-        if switched:
-            self._config.assistant_only_loss = False
-        try:
-            yield
-        finally:
-            if switched:
-                self._config.assistant_only_loss = True
+        if self._part is None or not self._only_answers:
+            return nullcontext()
+        return replaced(self._config, assistant_only_loss=False)
 
     @contextmanager
     def _marked_parts(self, dataset: Any, tokenizer: Any, args: Any) -> Iterator[None]:
@@ -81,14 +162,10 @@ class RowPreparation:
         trainer = self._trainer
         if self._part is not None:
             check_part(self._part, dataset, trainer.completion_only_loss)
-        before = trainer.chat_template, args.assistant_only_loss
         template = trainer.chat_template if self._part is None else None
         template = marked_template(template or template_for_training(tokenizer), self._part, self._only_answers)
-        trainer.chat_template, args.assistant_only_loss = template, True
-        try:
+        with replaced(trainer, chat_template=template), replaced(args, assistant_only_loss=True):
             yield
-        finally:
-            trainer.chat_template, args.assistant_only_loss = before
 
     def prepare(self, prepare, dataset, processing_class, args, packing, formatting_func, dataset_name) -> Any:
         """Check chats, tokenize, leave out rows without a supervised token, then let TRL cut and pack the rest.
@@ -115,12 +192,8 @@ class RowPreparation:
             return prepare(dataset, processing_class, args, packing, formatting_func, dataset_name)
         # First only tokenized: rows can be counted only before they are cut, shuffled and packed. TRL reads what it
         # does from args, so they are changed and put back.
-        max_length, shuffles = args.max_length, args.shuffle_dataset
-        args.max_length, args.shuffle_dataset = None, False
-        try:
+        with replaced(args, max_length=None, shuffle_dataset=False):
             tokenized: Any = prepare(dataset, processing_class, args, False, formatting_func, dataset_name)
-        finally:
-            args.max_length, args.shuffle_dataset = max_length, shuffles
         self.largest_ids.setdefault(dataset_name, LargestIds.of(tokenized))
         facts, places = count_rows(tokenized, *kept_length(args, packing))
         kept = tokenized if len(places) == len(tokenized) else tokenized.select(places)
@@ -128,7 +201,7 @@ class RowPreparation:
         self._trainer.read_rows(tokenized, kept, dataset_name, kept_tokens(args, packing))
         if not len(kept):
             raise DataError(
-                f"No row of the {dataset_name} dataset has a supervised token within max_length={max_length}: "
+                f"No row of the {dataset_name} dataset has a supervised token within max_length={args.max_length}: "
                 "every label is masked. Check the completions, the chat template's generation markers, or max_length."
             )
         prepared: Any = prepare(kept, processing_class, args, packing, formatting_func, dataset_name)

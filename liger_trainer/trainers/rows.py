@@ -11,13 +11,13 @@ from datasets import Dataset
 from trl.data_utils import is_conversational
 
 from ..errors import ConfigError, DataError
-from ..losses.model_parts import known_positions
+from ..losses.model_parts import head_rows, known_positions
 from ..teachers.row_keys import ragged
 from .chat_rows import NO_ANSWERS
 
 NO_PROMPT = (
     "A row has no prompt to complete: its first token is supervised. On-policy distillation and seq_kd need rows with "
-    "prompt and completion, with a prompt alone, or messages with assistant_only_loss: true."
+    "prompt and completion, with only a prompt, or messages with assistant_only_loss: true."
 )
 
 
@@ -199,7 +199,13 @@ def prepare_prompts(
     kept = rows if limit is None else rows.filter(lambda row: len(row["input_ids"]) < limit, **options)
     if fixed and not len(kept):
         raise DataError(f"Every prompt of the {name} dataset has max_length={limit} tokens or more.")
-    facts = _facts(rows, kept) if fixed else None
+    facts = None
+    if fixed:
+        facts = RowFacts(
+            rows=len(rows), rows_dropped=len(rows) - len(kept), rows_truncated=0,
+            tokens=sum(len(ids) for ids in kept["input_ids"]), supervised_tokens=0, supervised_tokens_lost=0,
+            sequences=len(kept),
+        )  # fmt: skip
     return (kept.shuffle(seed=args.seed) if args.shuffle_dataset else kept), facts
 
 
@@ -267,15 +273,6 @@ def prompt_ids(dataset: Dataset, tokenizer: Any, chat_template: str | None, num_
     return rows["input_ids"][:]
 
 
-def _facts(rows: Dataset, kept: Dataset) -> RowFacts:
-    tokens = sum(len(ids) for ids in kept["input_ids"])
-    lost = len(rows) - len(kept)
-    return RowFacts(
-        rows=len(rows), rows_dropped=lost, rows_truncated=0, tokens=tokens, supervised_tokens=0,
-        supervised_tokens_lost=0, sequences=len(kept),
-    )  # fmt: skip
-
-
 def check_prompts(dataset: Any) -> None:
     """Raise DataError where a prepared row begins with a supervised token. A stream is checked when it is read."""
     if not isinstance(dataset, Dataset):
@@ -283,3 +280,65 @@ def check_prompts(dataset: Any) -> None:
     for batch in dataset.select_columns(["labels"]).iter(4096):
         if any(labels[0] != -100 for labels in batch["labels"]):  # pyright: ignore[reportArgumentType, reportCallIssue]
             raise DataError(NO_PROMPT)
+
+
+# Token ids that a model does not have: rows are searched for them before training, and samplers never draw them.
+#
+# An id beyond the embeddings is a device error in the middle of a step; an id beyond the vocabulary of a loss makes it
+# NaN. Heads are padded beyond that vocabulary, so a model can sample such ids.
+
+
+@dataclass(frozen=True)
+class LargestIds:
+    """The largest token id and the largest label of each row. An id below 0 counts as above all others."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> "LargestIds":
+        """Read them from tokenized rows, with or without labels."""
+        columns = ("input_ids", "labels" if "labels" in dataset.column_names else "input_ids")
+        return cls(*(_largest(dataset, column) for column in columns))
+
+
+def _largest(dataset: Dataset, column: str) -> np.ndarray:
+    parts = [np.zeros(0, dtype=np.uint64)]
+    for values, offsets in values_of(dataset, column):
+        ids = np.where(values == -100, 0, values) if column == "labels" else values
+        filled = np.diff(offsets) > 0
+        largest = np.zeros(len(filled), dtype=np.uint64)
+        if filled.any():
+            largest[filled] = np.maximum.reduceat(ids.astype(np.int64).view(np.uint64), offsets[:-1][filled])
+        parts.append(largest)
+    return np.concatenate(parts)
+
+
+def check_ids(largest_ids: Mapping[str, LargestIds], kind: str, size: int, whose: str) -> None:
+    """Raise DataError where the "tokens" or "labels", by `kind`, exceed the ids 0 to size - 1 of `whose`."""
+    for name, largest in largest_ids.items():
+        ids = getattr(largest, kind)
+        beyond = np.flatnonzero(ids >= size)
+        if len(beyond):
+            row = int(beyond[0])
+            what = "token id" if kind == "tokens" else "a supervised token of id"
+            raise DataError(
+                f"Row {row} of the {name} dataset has {what} {ids.view(np.int64)[row]}, but {whose} {size:,} tokens, "
+                f"ids 0 to {size - 1:,}; rows with such ids: {len(beyond):,}. Tokenize the rows with the model's own "
+                "tokenizer, or, if tokens were added to it, resize the model's embeddings."
+            )
+
+
+@dataclass(frozen=True)
+class AllowedIds:
+    """The ids that completions may hold: 0 to `size` - 1, which student and teacher share, without `unshared`."""
+
+    size: int
+    unshared: frozenset[int] = frozenset()
+
+    def __contains__(self, token: int) -> bool:
+        return 0 <= token < self.size and token not in self.unshared
+
+    def others(self, model: Any) -> list[int]:
+        """Return the ids of a model's head that are not writable."""
+        return [token for token in range(head_rows(model)) if token not in self]

@@ -21,24 +21,20 @@ from trl.trainer.sft_trainer import (
 from ..common.console import announce
 from ..errors import ConfigError
 from ..losses.model_parts import output_module
-from ..losses.spec import IGNORE_INDEX, LossOptions, TokenWeights
-from ..losses.teacher_answer import TokenLossOutput
+from ..losses.spec import IGNORE_INDEX, LossOptions, TokenLossOutput, TokenWeights
 from ..patching.packing.documents import documents_come_along, padded_on_the_right
 from ..patching.packing.packed_rows import PackedRows, patch_packed_attention
 from ..patching.patcher import base_of, patched_record
 from ..plugins import QUANTISED, TrainerPlugin, of_trainer
-from .best_metric import correct_guess, follow_direction
-from .checkpoint_guard import CheckpointGuard, public_files, public_report
+from .checkpoint_guard import CheckpointGuard, ResumeCheck, public_files, public_report
 from .config import LigerConfig, LigerDistillConfig
-from .evaluation_rows import EvaluationRows
 from .finite_guard import FiniteGuard
 from .images import check_settings, freeze_tower, tower_without_gradients, with_image_collator, without_adapters
+from .loaders import EvaluationRows, by_seed, endless, tell_epoch, warn_of_epochs
 from .metrics import StepMetrics, TokenCount, count, num_tokens, remember_tokens, widen_notebook_table
 from .one_launch_adamw import OneLaunchStep
-from .options import AUTO, FAST, MEMORY, STOP
-from .resume_check import ResumeCheck
-from .row_preparation import RowPreparation, check_names
-from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
+from .options import AUTO, FAST, MEMORY, STOP, correct_guess, follow_direction
+from .row_preparation import TOKEN_WEIGHTS, RowPreparation, RowWeights, WeightCollator, check_names
 from .rows import check_positions
 from .sequence_parallel import check_slices, ranks_summed, slice_documents
 from .step_graphs import PADDING, reduce_host_work
@@ -52,7 +48,6 @@ from .student import (
     undo_evaluation,
     with_names_of_modules,
 )
-from .training_rows import by_seed, endless, tell_epoch, warn_of_epochs
 
 
 def _last_name(model: Any) -> str:
@@ -284,7 +279,7 @@ class LigerTrainer(SFTTrainer):
 
     def _averaged_ranks(self) -> int:
         """Return over how many ranks gradients are averaged, where num_items_in_batch counts the tokens of all."""
-        if not self.args.average_tokens_across_devices:
+        if self.accelerator.num_processes == 1 or not self.args.average_tokens_across_devices:
             return 1
         return self.accelerator.num_processes // (self.get_tp_size() * ranks_summed(self))
 

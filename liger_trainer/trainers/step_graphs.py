@@ -4,19 +4,21 @@ import contextlib
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..common.console import announce
-from ..common.module_walks import without_walks
 from ..common.replacements import Replacements
+from ..compat.modules import without_walks
 from ..errors import ConfigError
+from ..losses.model_parts import reads_images
 from ..losses.spec import IGNORE_INDEX
 from ..patching.graphs.cuda_graphs import GraphedLayers
 from ..patching.graphs.layer_graphs import NotCapturable
+from ..patching.layers.experts import looks_like_experts
 from ..patching.patcher import base_of
 from .host import TrainerHost
 from .options import ALWAYS, AUTO, NEVER
@@ -33,12 +35,14 @@ _TOKENS = {"input_ids", "labels", "position_ids", "seq_idx"}
 def reduce_host_work(trainer: TrainerHost) -> Iterator[None]:
     """Within the context, which is one training, the host does less for each step.
 
-    Sets `trainer.graph_reports`: for each model what was done about CUDA graphs, in a line.
+    Under DistributedDataParallel it also has less to copy (`spare_copies_of_gradients`). Sets `trainer.graph_reports`:
+    for each model what was done about CUDA graphs, in a line.
 
     Raises:
         ConfigError: cuda_graphs is "always", and something is against it.
     """
     replacements = Replacements()
+    spare_copies_of_gradients(trainer, replacements)
     graphed = _graphed(trainer, getattr(trainer.args, "cuda_graphs", AUTO))
     for name, quick in without_walks(trainer.model).items():
         replacements.set(trainer.model, name, types.MethodType(quick, trainer.model))
@@ -61,7 +65,7 @@ def _graphed(trainer: TrainerHost, wanted: str) -> dict[str, GraphedLayers]:
     graphed: dict[str, GraphedLayers] = {}
     for name, model in {"student": base_of(trainer.model), **trainer.frozen_models()}.items():
         try:
-            reason = _why_no_graphs(trainer, wanted)
+            reason = _why_no_graphs(trainer)
             if reason is not None:
                 raise NotCapturable(reason)
             graphed[name] = GraphedLayers(model, name, trained=name == "student", always=wanted == ALWAYS)
@@ -75,7 +79,7 @@ def _graphed(trainer: TrainerHost, wanted: str) -> dict[str, GraphedLayers]:
     return graphed
 
 
-def _why_no_graphs(trainer: TrainerHost, wanted: str) -> str | None:
+def _why_no_graphs(trainer: TrainerHost) -> str | None:
     """Return why a training cannot have its layers in graphs, None if nothing is known against it."""
     args = trainer.args
     reasons = {
@@ -83,11 +87,44 @@ def _why_no_graphs(trainer: TrainerHost, wanted: str) -> str | None:
         "FSDP moves weights": trainer.is_fsdp_enabled,
         "DeepSpeed moves weights": trainer.is_deepspeed_enabled,
         "tensor parallelism splits layers": trainer.get_tp_size() > 1,
-        "several processes have not been measured": wanted == AUTO and trainer.accelerator.num_processes > 1,
         "torch_compile has graphs of its own": args.torch_compile,
         "activation_offloading moves what layers keep": getattr(args, "activation_offloading", False),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+# DistributedDataParallel, where accelerate wraps the model in it when the training begins.
+
+
+def spare_copies_of_gradients(trainer: TrainerHost, replacements: Replacements) -> None:
+    """Have gradients be views of DDP's buckets, and have it not look for weights without one where all have one.
+
+    The first spares each weight a copy back from the buckets; the second spares each step a walk over the autograd
+    graph, after which the host waits for the device. A step of LoRA, which waits for the host, gains most
+    (docs/distributed.md).
+    """
+    handler = trainer.accelerator.ddp_handler
+    if handler is None:  # another engine
+        return
+    replacements.set(handler, "gradient_as_bucket_view", True)
+    if trainer.args.ddp_find_unused_parameters is None and _all_weights_get_gradients(trainer):
+        replacements.set(handler, "find_unused_parameters", False)
+
+
+def _all_weights_get_gradients(trainer: TrainerHost) -> bool:
+    """Return whether each step is known to give each trained weight a gradient; DDP fails where one gets none."""
+    model, kind = base_of(trainer.model), cast(Any, type(trainer))
+    loss = trainer.loss_options().distillation
+    return (
+        # a subclass may learn from something else than what the head computes
+        kind.compute_loss.__module__.startswith(f"{__package__}.")
+        and getattr(trainer, "compute_loss_func", None) is None
+        # losses between hidden states alone leave out the head, and the layers above them
+        and (loss is None or any((*loss.weights.values(), loss.ce_weight, loss.uld_weight, loss.alm_weight)))
+        and not reads_images(model)  # a batch may have none
+        and not getattr(model.config, "layerdrop", 0)
+        and not any(looks_like_experts(module) for module in model.modules())  # no token may choose one of them
+    )
 
 
 # A graph is recorded for a shape, so batches get few shapes: packed rows one, padded rows sixteen.

@@ -6,19 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks.convergence import (
-    FLOOR,
-    LEARNING_RATE,
-    MODELS,
-    SMOLLM2,
-    STEPS,
-    Distance,
-    build,
-    compare,
-    is_within,
-    main,
-    train,
-)
+from benchmarks import convergence as trained
+from benchmarks.convergence import FLOOR, LEARNING_RATE, MODELS, SMOLLM2, STEPS, Distance, build, train
 from liger_trainer import patch
 
 
@@ -35,15 +24,15 @@ def test_mini_models(name):
 
 @pytest.mark.slow
 def test_real_weights():
-    distances, report = compare(build(SMOLLM2), STEPS, 1, 32, LEARNING_RATE[1])
+    distances, report = trained.compare(build(SMOLLM2), STEPS, 1, 32, LEARNING_RATE[1])
     assert max(asdict(distances["patched from plain"]).values()) < FLOOR, report
 
 
 def test_the_page_says_whether_patched_is_within_twice_plain(tmp_path, capsys):
-    assert main(["llama", "--tiny", "--steps", "4", "--output", str(tmp_path)]) == 0
+    assert trained.main(["llama", "--tiny", "--steps", "4", "--output", str(tmp_path)]) == 0
     (page,) = (path.read_text() for path in tmp_path.glob("convergence-*.md"))
     assert "| llama | patched from plain |" in page and page.count("| yes |") == 2
     (written,) = (json.loads(path.read_text()) for path in tmp_path.glob("convergence-*.json"))
     distances = {kind: Distance(**values) for kind, values in written["llama"]["distances"].items()}
-    assert is_within(distances)
-    assert not is_within({**distances, "patched from plain": Distance(1.0, 0.0, 0.0)})
+    assert trained.is_within(distances)
+    assert not trained.is_within({**distances, "patched from plain": Distance(1.0, 0.0, 0.0)})

@@ -13,21 +13,13 @@ import numpy as np
 import pytest
 import torch
 from benchmark_workers import Misbehaving
+from quick_cases import slow_but
 
 from benchmarks import processes, trainer_step
 from benchmarks.processes import Process
-from benchmarks.trainer_cases import (
-    CASES,
-    END,
-    LONGEST,
-    LOSS_TOLERANCE,
-    NORM_TOLERANCE,
-    PLAN,
-    SHORTEST,
-    TINY_PLAN,
-    length_of,
-    make_rows,
-)
+from benchmarks.trainer_cases import CASES, END, LONGEST, PLAN, SHORTEST, TINY_PLAN, length_of, make_rows
+from benchmarks.trainer_cases import LOSS_TOLERANCE as LOSS
+from benchmarks.trainer_cases import NORM_TOLERANCE as NORM
 from benchmarks.trainer_providers import PROVIDERS, variant
 from benchmarks.trainer_step import Row, judge, main, markdown, parse
 from benchmarks.trainer_worker import Measured, TrainerWorker, covered, read_trace
@@ -109,18 +101,18 @@ def test_a_trace_is_read_a_step_and_without_what_is_not_of_the_device(tmp_path):
 
 
 def test_the_gate_lets_rounding_pass():
-    row = judged(losses=[10.0, 9.0 + 9 * LOSS_TOLERANCE, 8.0], norms=[2.0 * (1 - 0.9 * NORM_TOLERANCE), 9.0, 9.0])
+    row = judged(losses=[10.0, 9.0 + 9 * LOSS, 8.0], norms=[2.0 * (1 - 0.9 * NORM), 9.0, 9.0])
     assert row.failure is None
-    assert row.loss_gap == pytest.approx(0.9 * LOSS_TOLERANCE) and row.norm_gap == pytest.approx(0.9 * NORM_TOLERANCE)
+    assert row.loss_gap == pytest.approx(0.9 * LOSS) and row.norm_gap == pytest.approx(0.9 * NORM)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"losses": [10.0, 9.0, 8.0 + 11 * LOSS_TOLERANCE]}, "its loss is up to 1.1%"),
-        ({"losses": [10.0, 9.0 - 11 * LOSS_TOLERANCE, 8.0]}, "its loss is up to 1.1%"),
+        ({"losses": [10.0, 9.0, 8.0 + 11 * LOSS]}, "its loss is up to 1.1%"),
+        ({"losses": [10.0, 9.0 - 11 * LOSS, 8.0]}, "its loss is up to 1.1%"),
         ({"losses": [10.0, float("nan"), 8.0]}, "its loss is up to nan%"),
-        ({"norms": [2.0 * (1 + 1.1 * NORM_TOLERANCE), 2.0, 2.0]}, "first gradient norm is 2.2%"),
+        ({"norms": [2.0 * (1 + 1.1 * NORM), 2.0, 2.0]}, "first gradient norm is 2.2%"),
         ({"norms": [float("nan"), 2.0, 2.0]}, "first gradient norm is nan%"),
         ({"rows": [(64, 7), (64, 9), (64, 8)]}, "other rows"),
         ({"rows": [(64, 7), (63, 8), (64, 9)]}, "other rows"),
@@ -151,19 +143,15 @@ def test_nothing_is_compared_with_a_loss_that_does_not_fall():
 def header() -> dict:
     return {
         "device": "a GPU", "date": "", "commit": "", "packages": {}, "command": "the command", "timed": 20, "warmup": 6,
-        "traced": 4, "mean": 300, "dtype": "bf16", "loss_tolerance": LOSS_TOLERANCE, "norm_tolerance": NORM_TOLERANCE,
+        "traced": 4, "mean": 300, "dtype": "bf16", "loss_tolerance": LOSS, "norm_tolerance": NORM,
     }  # fmt: skip
 
 
 def test_the_table_has_ratios_the_best_of_each_column_and_reasons():
     slow = measured(ms=[40.0, 60.0, 80.0], seconds=0.18, traced_ms=60.0, reserved_mib=800.0)
     gaps = {"loss_gap": 0.0012, "norm_gap": 0.0}
-    rows = [
-        Row(PLAIN, TRL, slow, **gaps),
-        Row(PLAIN, LIGER, failure="out of memory"),
-        Row(PLAIN, OURS, measured(), **gaps),
-    ]
-    page = markdown(header(), rows)
+    rows = [Row(PLAIN, TRL, slow, **gaps), Row(PLAIN, OURS, measured(), **gaps)]
+    page = markdown(header(), [rows[0], Row(PLAIN, LIGER, failure="out of memory"), rows[1]])
     trl = "| 60.0 (50.0 to 70.0) | 2.00 | 25.0 | 1,234 | 2.40 | 5,000 (10,000) | **800** | 500 | 10.000 |"
     ours = "| **30.0** (25.0 to 35.0) | 1.00 | 25.0 | 1,234 | 1.20 | **10,000** (20,000) | 900 | 600 | 10.000 |"
     assert f"| TRL SFTTrainer {trl} 1.2e-03, 0.0e+00 |" in page and f"| LigerTrainer {ours} 1.2e-03, 0.0e+00 |" in page
@@ -219,17 +207,9 @@ def test_absent_packages_and_late_rows_cost_nothing(monkeypatch):
     monkeypatch.setattr("benchmarks.trainer_providers.find_spec", lambda module: None)
     rows = [Row(PLAIN, UNSLOTH), Row(CASE["qlora-qwen3-0.6b"], OURS), Row(PLAIN, OURS)]
     plain = [Row(row.case, TRL) for row in rows]
-    options = parse(["--time-limit", "-1"])
-    reasons = [row.failure for row in trainer_step.measure([*rows, *plain], options)]
-    late = "not run: -1 s were over"
-    assert reasons == [
-        "unsloth: not installed",
-        "bitsandbytes: not installed",
-        late,
-        late,
-        "bitsandbytes: not installed",
-        late,
-    ]
+    reasons = [row.failure for row in trainer_step.measure([*rows, *plain], parse(["--time-limit", "-1"]))]
+    late, absent = "not run: -1 s were over", "bitsandbytes: not installed"
+    assert reasons == ["unsloth: not installed", absent, late, late, absent, late]
 
 
 def test_rows_that_compile_come_last_and_without_holding_up_others():
@@ -283,13 +263,7 @@ def run_here(case, provider) -> Row:
 QUICK = ("sft-qwen3-0.6b-packed", "kd-qwen3-0.6b", "sft-qwen2.5-vl-3b", "dpo-qwen3-0.6b")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(case.name, marks=() if case.name in QUICK else pytest.mark.slow)
-        for case in CASES if not case.four_bit
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", slow_but([case.name for case in CASES if not case.four_bit], *QUICK))
 def test_trainers_agree_on_tiny_models(name):
     """In fp32 they agree fifty times better than the gate asks for."""
     case = CASE[name]
@@ -298,7 +272,7 @@ def test_trainers_agree_on_tiny_models(name):
         judge(row, rows[0])
         assert row.failure is None and row.measured
         if not case.lora_dropout:  # each draws its own
-            assert row.loss_gap < LOSS_TOLERANCE / 50 and row.norm_gap < 1e-5
+            assert row.loss_gap < LOSS / 50 and row.norm_gap < 1e-5
         steps = TINY_PLAN.warmup + TINY_PLAN.timed
         assert len(row.measured.losses) == len(row.measured.norms) == len(row.measured.rows) == steps
         assert len(row.measured.ms) == TINY_PLAN.timed

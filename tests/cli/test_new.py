@@ -8,8 +8,7 @@ import pytest
 from commands import call, done, without_report
 from stand_ins import StandIns
 
-from liger_trainer.cli.configs import billions
-from liger_trainer.cli.new import Method, Purpose
+from liger_trainer.cli.configs import Method, Purpose, billions
 from liger_trainer.config.run_config import load_run_config
 
 
@@ -47,23 +46,6 @@ def test_questions_on_a_terminal(new, purpose, monkeypatch):
     config = load_run_config("my.yaml")
     assert config.recipe == purpose and config["learning_rate"] == (2e-4 if purpose == "sft" else 2e-5)
     assert config["dataset_name"] == "b"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "--purpose is missing, and there is no terminal to ask on."),
-        (["--purpose", "sft", "--model", "a"], "--method is missing"),
-        (["--purpose", "sft", "--model", "a", "--teacher", "b"], "--teacher: only --purpose distill has a teacher."),
-        (["--purpose", "distill", "--model", "a"], "--teacher is missing"),
-        (["taken.yaml", "--purpose", "sft"], "taken.yaml exists; choose another name or add --force."),
-    ],
-)
-def test_what_is_refused(new, tmp_path, words, message):
-    (tmp_path / "taken.yaml").write_text("kept")
-    code, _, err = new(*words)
-    assert code == 2 and message in err and (tmp_path / "taken.yaml").read_text() == "kept"
-    assert [path.name for path in tmp_path.iterdir()] == ["taken.yaml"]
 
 
 def test_what_it_writes_trains(new, tmp_path_factory, tmp_path, capsys, monkeypatch):

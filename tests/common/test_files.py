@@ -5,8 +5,7 @@ import os
 
 import pytest
 
-from liger_trainer.common.files import refuse_links, sha256, staged_folder, write_atomically
-from liger_trainer.common.folder_lock import LOCK, folder_lock
+from liger_trainer.common.files import LOCK, folder_lock, refuse_links, sha256, staged_folder, write_atomically
 from liger_trainer.errors import ConfigError
 from liger_trainer.run.reports.html import write_report
 from liger_trainer.run.reports.read_run import RunRecord

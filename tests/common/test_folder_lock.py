@@ -12,8 +12,8 @@ import time
 import pytest
 from held_folders import held_by_a_child
 
-from liger_trainer.common import folder_lock as locks
-from liger_trainer.common.folder_lock import LOCK, folder_lock, refuse_if_held
+from liger_trainer.common import files as locks
+from liger_trainer.common.files import LOCK, folder_lock, refuse_if_held
 from liger_trainer.errors import ConfigError
 
 

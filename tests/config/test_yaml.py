@@ -5,8 +5,7 @@ import time
 import pytest
 
 from liger_trainer.config.run_config import load_run_config
-from liger_trainer.config.settings import DROPPED
-from liger_trainer.config.yaml_reader import MAX_VALUES, parse_overrides, read_settings
+from liger_trainer.config.yaml_reader import DROPPED, MAX_VALUES, parse_overrides, read_settings
 from liger_trainer.errors import ConfigError
 
 LETTERS = "abcdefghijklmnopqrst"

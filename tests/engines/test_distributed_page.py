@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from engines import non_finite_ranks, other_counts, zero_ranks
-from engines.trained_steps import STEPS
+import test_other_counts as other_counts
+from engines import non_finite_ranks, zero_ranks
 from splits import SPLITS
+from test_trained_steps import STEPS
 
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.errors import ConfigError

@@ -80,7 +80,7 @@ def test_what_it_refuses(options, message):
     from axolotl.utils.dict import DictDefault
 
     from liger_trainer.errors import ConfigError
-    from liger_trainer.integrations.axolotl import LigerTrainerPlugin
+    from liger_trainer.extras.integrations.axolotl import LigerTrainerPlugin
 
     with pytest.raises(ConfigError, match=message):
         LigerTrainerPlugin().register(DictDefault({"plugins": [PLUGIN], **options}))

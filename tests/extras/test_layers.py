@@ -1,112 +1,101 @@
-"""The layers of modules/ beside Hugging Face's and torch's: values, gradients, state dicts."""
+"""The layers of modules/ against Hugging Face's and torch's, or formulas in fp64: values, gradients, state dicts."""
 
-import copy
-import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fp64_truth import assert_same, check, random, randomized, results
 from torch import Tensor, nn
-from transformers.models.gemma import modeling_gemma
-from transformers.models.gemma3 import modeling_gemma3
+from transformers import Llama4TextConfig, MixtralConfig
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
+from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
 from transformers.models.gpt_oss import modeling_gpt_oss
-from transformers.models.llama import modeling_llama
-from transformers.models.olmo2 import modeling_olmo2
-from transformers.models.phi3 import modeling_phi3
-from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama4 import modeling_llama4
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-import liger_trainer
 from liger_trainer import (
+    LigerBlockSparseTop2MLP,
+    LigerExperts,
+    LigerFalconH1MLP,
+    LigerFalconH1SwiGLUMLP,
     LigerFusedAddRMSNorm,
     LigerGEGLUMLP,
     LigerLayerNorm,
+    LigerMLP,
+    LigerModulatedRMSNorm,
     LigerPhi3SwiGLUMLP,
     LigerQKNormRope,
+    LigerQwen3MoeSwiGLUMLP,
     LigerReLUSquared,
     LigerRMSNorm,
+    LigerRMSNormForMuseGlimmer,
+    LigerRMSNormForMuseGlimmerTextCentered,
     LigerRope,
     LigerSwiGLUMLP,
+    LigerSwiGLUMLPForMuseGlimmer,
+    LigerTiledGEGLUMLP,
+    LigerTiledSwiGLUMLP,
+    liger_llama4_text_rotary_pos_emb,
+    liger_llama4_vision_rotary_pos_emb,
     liger_multimodal_rotary_pos_emb,
     liger_rotary_pos_emb,
 )
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 GEMMA = dict(offset=1.0, casting_mode="gemma", init_fn="zeros")
+BF16 = torch.bfloat16
 
 
-def random(*shape: int, dtype=torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def rms(x):
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def results(op, inputs: list[Tensor], parameters=()) -> list[Tensor]:
-    """Outputs of op, and the gradients of inputs and parameters under a random upstream gradient."""
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    outputs = op(*inputs)
-    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    upstream = [random(*y.shape, dtype=y.dtype, seed=9) for y in outputs]
-    return [*outputs, *torch.autograd.grad(outputs, [*inputs, *parameters], upstream)]
+# Norms
+
+NORMS = {
+    "llama": (LigerRMSNorm(24), LlamaRMSNorm(24)),
+    "eps": (LigerRMSNorm(24, 1e-2), LlamaRMSNorm(24, eps=1e-2)),
+    "gemma": (LigerRMSNorm(24, **GEMMA), GemmaRMSNorm(24)),
+    **{
+        f"no weight, {mode}": (LigerRMSNorm(24, casting_mode=mode, elementwise_affine=False), rms)
+        for mode in ("llama", "gemma", "none")
+    },
+    "layer norm": (LigerLayerNorm(24), nn.LayerNorm(24, eps=1e-6, bias=False)),
+    "layer norm, bias": (LigerLayerNorm(24, 1e-2, True), nn.LayerNorm(24, eps=1e-2)),
+    "Muse Glimmer": (LigerRMSNormForMuseGlimmer(24), lambda x, w: rms(x) * w),
+    "Muse Glimmer, no weight": (LigerRMSNormForMuseGlimmer(with_scale=False), rms),
+    "Muse Glimmer, centred": (LigerRMSNormForMuseGlimmerTextCentered(24), lambda x, w: rms(x) * (1 + w)),
+}
 
 
-def assert_same(got: list[Tensor], wanted: list[Tensor]) -> None:
-    assert len(got) == len(wanted)
-    for ours, theirs in zip(got, wanted, strict=True):
-        assert ours.dtype == theirs.dtype
-        tolerance = TOLERANCE[theirs.dtype] * max(1.0, theirs.abs().max().item())
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name):
+    check(*NORMS[name], random(2, 7, 24))
 
 
-def randomize(module: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for i, parameter in enumerate(module.parameters()):
-            parameter.add_(0.3 * random(*parameter.shape, seed=i + 1))
-    return module
-
-
-def check_layer(ours: nn.Module, theirs: nn.Module, *inputs: Tensor, dtype=None) -> None:
-    """State dicts fit both ways, and outputs and all gradients agree. dtype: of the parameters."""
-    randomize(theirs).to(dtype)
-    ours.to(dtype).load_state_dict(theirs.state_dict(), strict=True)
-    theirs.load_state_dict(ours.state_dict(), strict=True)
-    assert_same(
-        results(ours, list(inputs), list(ours.parameters())), results(theirs, list(inputs), list(theirs.parameters()))
-    )
-
-
-@pytest.mark.parametrize(
-    "dtype, weight_dtype",
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
-)
-@pytest.mark.parametrize(
-    "ours, theirs",
-    [
-        (LigerRMSNorm(24), modeling_llama.LlamaRMSNorm(24)),
-        (LigerRMSNorm(24, 1e-2), modeling_llama.LlamaRMSNorm(24, eps=1e-2)),
-        (LigerRMSNorm(24, **GEMMA), modeling_gemma.GemmaRMSNorm(24)),
-    ],
-    ids=["llama", "eps", "gemma"],
-)
-def test_rms_norm_is_hugging_faces(ours, theirs, dtype, weight_dtype):
-    check_layer(copy.deepcopy(ours), copy.deepcopy(theirs), random(2, 7, 24, dtype=dtype), dtype=weight_dtype)
+@pytest.mark.parametrize("weights", [torch.float32, BF16])
+@pytest.mark.parametrize("name", ["llama", "eps", "gemma"])
+def test_rms_norms_of_bf16(name, weights):
+    check(*NORMS[name], random(2, 7, 24, dtype=BF16), dtype=weights)
 
 
 def test_rms_norm_casts_before_or_after_the_weight():
     """In bf16 the modes differ, each from the other's reference by a rounding."""
-    x, weight = random(50, 64, dtype=torch.bfloat16), 1 + 0.3 * random(64, seed=1)
+    x, weight = random(50, 64, dtype=BF16), 1 + 0.3 * random(64, seed=1)
     normed = F.rms_norm(x.float(), (64,), eps=1e-6)
     for mode, wanted in (("llama", normed.bfloat16() * weight), ("gemma", (normed * weight).bfloat16())):
         norm = LigerRMSNorm(64, casting_mode=mode)
         norm.weight.data.copy_(weight)
         y = norm(x)
-        assert y.dtype == wanted.dtype
-        assert torch.equal(y, wanted)
-
-
-@pytest.mark.parametrize("mode", ["llama", "gemma", "none"])
-def test_rms_norm_without_weight(mode):
-    norm = LigerRMSNorm(24, casting_mode=mode, elementwise_affine=False)
-    assert not list(norm.parameters()) and not norm.state_dict()
-    assert_same(results(norm, [random(5, 24)]), results(lambda x: F.rms_norm(x, (24,), eps=1e-6), [random(5, 24)]))
+        assert y.dtype == wanted.dtype and torch.equal(y, wanted)
+    y = x[:, :24]
+    for norm in (LigerRMSNormForMuseGlimmer(24), LigerRMSNormForMuseGlimmerTextCentered(24)):
+        assert torch.equal(norm(y), rms(y.float()).bfloat16())  # initially the weight is 1, or 0 of offset 1
 
 
 def test_rms_norm_options_of_ligers_kernels_change_nothing():
@@ -123,21 +112,15 @@ def test_rms_norm_options_of_ligers_kernels_change_nothing():
 
 @pytest.mark.parametrize("options", [{}, GEMMA], ids=["llama", "gemma"])
 def test_add_rms_norm_is_sum_and_norm(options):
-    ours, norm = randomize(LigerFusedAddRMSNorm(24, **options)), randomize(LigerRMSNorm(24, **options))
+    ours, norm = randomized(LigerFusedAddRMSNorm(24, **options)), randomized(LigerRMSNorm(24, **options))
 
     def apart(x, residual):
         return norm(x + residual), x + residual
 
-    for dtype in TOLERANCE:
+    for dtype in (torch.float32, BF16):
         ours.to(dtype), norm.to(dtype)
         inputs = [random(2, 7, 24, dtype=dtype), random(2, 7, 24, dtype=dtype, seed=1)]
-        assert_same(results(ours, inputs, ours.parameters()), results(apart, inputs, norm.parameters()))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_layer_norm_is_torchs(bias):
-    check_layer(LigerLayerNorm(24, bias=bias), nn.LayerNorm(24, eps=1e-6, bias=bias), random(2, 7, 24))
-    check_layer(LigerLayerNorm(24, 1e-2, bias), nn.LayerNorm(24, eps=1e-2, bias=bias), random(2, 7, 24))
+        assert_same(results(ours, inputs, list(ours.parameters())), results(apart, inputs, list(norm.parameters())))
 
 
 def test_initial_weights():
@@ -145,51 +128,101 @@ def test_initial_weights():
         assert torch.equal(module(3).weight, torch.ones(3))
         assert torch.equal(module(3, init_fn="zeros").weight, torch.zeros(3))
     assert torch.equal(LigerLayerNorm(3, bias=True).bias, torch.zeros(3))
+    assert not list(NORMS["no weight, llama"][0].parameters()) and not NORMS["no weight, llama"][0].state_dict()
+
+
+SHAPES = {"all": (24,), "one row": (1, 24), "a sequence": (2, 24), "a token": (14, 24), "like x": (2, 7, 24)}
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize("name", SHAPES)
+def test_modulated_rms_norm(name, shifted):
+    shape = SHAPES[name]
+    wide = {"a sequence": (2, 1, 24), "a token": (2, 7, 24)}.get(name, shape)
+    modulation = [random(*shape, seed=i + 1) for i in range(1 + shifted)]
+
+    def truth(x, scale, *rest):
+        y = (1 + scale.view(wide)) * rms(x) * (0.5 + rest[-1])
+        return y + rest[0].view(wide) if shifted else y
+
+    check(LigerModulatedRMSNorm(24, offset=0.5), truth, random(2, 7, 24), *modulation)
+    if not shifted:
+        plain = LigerModulatedRMSNorm(24, elementwise_affine=False)
+        check(plain, lambda x, s: (1 + s.view(wide)) * rms(x), random(2, 7, 24), *modulation)
+
+
+# MLPs
 
 
 def config(**options) -> SimpleNamespace:
-    return SimpleNamespace(
-        **{"hidden_size": 24, "intermediate_size": 40, "hidden_act": "silu", "mlp_bias": False} | options
-    )
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "hidden_act": "silu", "mlp_bias": False}
+    return SimpleNamespace(**{**sizes, **options})
 
 
+def gated(act):
+    return lambda x, gate, up, down: F.linear(act(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def gelu(form):
+    return lambda x: F.gelu(x, approximate=form)
+
+
+def of_hugging_face(ours, theirs, **options):
+    torch.manual_seed(0)
+    return ours(config(**options)), theirs(config(**options))
+
+
+SILU = gated(F.silu)
+FALCON = {"mlp_multipliers": (0.7, 1.3)}
 MLPS = {
-    "llama": (LigerSwiGLUMLP, modeling_llama.LlamaMLP, config()),
-    "llama-bias": (LigerSwiGLUMLP, modeling_llama.LlamaMLP, config(mlp_bias=True)),
-    "swish": (LigerSwiGLUMLP, modeling_llama.LlamaMLP, config(hidden_act="swish")),
-    "gemma": (LigerGEGLUMLP, modeling_gemma.GemmaMLP, config(hidden_act="gelu_pytorch_tanh")),
-    "gelu-new": (LigerGEGLUMLP, modeling_gemma.GemmaMLP, config(hidden_act="gelu_new")),
-    "gelu-fast": (LigerGEGLUMLP, modeling_gemma.GemmaMLP, config(hidden_act="gelu_fast")),
-    "gelu-exact": (LigerGEGLUMLP, modeling_gemma.GemmaMLP, config(hidden_act="gelu")),
-    "gemma3": (
-        LigerGEGLUMLP,
-        modeling_gemma3.Gemma3MLP,
-        SimpleNamespace(hidden_size=24, intermediate_size=40, hidden_activation="gelu_pytorch_tanh"),
-    ),
-    "phi3": (LigerPhi3SwiGLUMLP, modeling_phi3.Phi3MLP, config()),
+    "llama": of_hugging_face(LigerSwiGLUMLP, LlamaMLP),
+    "llama-bias": of_hugging_face(LigerSwiGLUMLP, LlamaMLP, mlp_bias=True),
+    "swish": of_hugging_face(LigerSwiGLUMLP, LlamaMLP, hidden_act="swish"),
+    "gemma": of_hugging_face(LigerGEGLUMLP, GemmaMLP, hidden_act="gelu_pytorch_tanh"),
+    "gelu-new": of_hugging_face(LigerGEGLUMLP, GemmaMLP, hidden_act="gelu_new"),
+    "gelu-fast": of_hugging_face(LigerGEGLUMLP, GemmaMLP, hidden_act="gelu_fast"),
+    "gelu-exact": of_hugging_face(LigerGEGLUMLP, GemmaMLP, hidden_act="gelu"),
+    "gemma3": of_hugging_face(LigerGEGLUMLP, Gemma3MLP, hidden_activation="gelu_pytorch_tanh", hidden_act=None),
+    "phi3": of_hugging_face(LigerPhi3SwiGLUMLP, Phi3MLP),
+    **{
+        f"{ours.__name__}{', bias' * bias}": of_hugging_face(ours, FalconH1MLP, mlp_bias=bias, **FALCON)
+        for ours in (LigerFalconH1SwiGLUMLP, LigerFalconH1MLP)
+        for bias in (False, True)
+    },
+    "Mixtral's first": (LigerBlockSparseTop2MLP(config()), lambda x, w1, w2, w3: SILU(x, w1, w3, w2)),
+    "Qwen3 MoE": (LigerQwen3MoeSwiGLUMLP(config()), SILU),
+    "Qwen3 MoE, its width": (LigerQwen3MoeSwiGLUMLP(config(intermediate_size=8), intermediate_size=16), SILU),
+    "plain": (LigerMLP(config()), SILU),
+    "Muse Glimmer": (LigerSwiGLUMLPForMuseGlimmer(config(hidden_act=None, hidden_activation="silu")), SILU),
+    "tiled": (LigerTiledSwiGLUMLP(config()), SILU),
+    "one tile": (LigerTiledSwiGLUMLP(config(), num_shards=1), SILU),
+    "unequal tiles": (LigerTiledSwiGLUMLP(config(), num_shards=3), SILU),
+    "tiled gelu": (LigerTiledGEGLUMLP(config(hidden_act="gelu"), num_shards=4), gated(gelu("none"))),
+    "tiled tanh": (LigerTiledGEGLUMLP(config(hidden_act="gelu_pytorch_tanh"), 4), gated(gelu("tanh"))),
+    "another width": (LigerSwiGLUMLP(config(), intermediate_size=16), SILU),
 }
 
 
 @pytest.mark.parametrize("name", MLPS)
-def test_mlp_is_hugging_faces(name):
-    ours, theirs, how = MLPS[name]
-    torch.manual_seed(0)
-    check_layer(ours(how), theirs(how), random(2, 7, 24) * 3)
-    check_layer(ours(how), theirs(how), random(2, 7, 24, dtype=torch.bfloat16) * 3, dtype=torch.bfloat16)
+def test_mlps(name):
+    ours, theirs = MLPS[name]
+    x = 3 * random(2, 31, 24)
+    check(ours, theirs, x)
+    if isinstance(theirs, nn.Module):
+        check(ours, theirs, x.bfloat16(), dtype=BF16)
 
 
-def test_mlp_of_another_width():
-    mlp = LigerSwiGLUMLP(config(), intermediate_size=16)
-    assert mlp.intermediate_size == 16 and mlp.down_proj.weight.shape == (24, 16)
-    assert mlp(random(3, 24)).shape == (3, 24)
+def test_names_of_weights():
+    """Which checkpoints have; those of Hugging Face's fit both ways above."""
+    names = [name for name, _ in MLPS["Mixtral's first"][0].named_parameters()]
+    assert names == ["w1.weight", "w2.weight", "w3.weight"]
+    assert MLPS["another width"][0].intermediate_size == 16
 
 
 @pytest.mark.parametrize("name", ["llama-bias", "gemma", "gelu-exact", "phi3"])
 def test_a_down_proj_that_does_more_is_called(name):
     """An adapter, a hook, a replaced forward: whatever is done to down_proj takes part."""
-    module, _, how = MLPS[name]
-    torch.manual_seed(0)
-    mlp, x = module(how), random(3, 24)
+    mlp, x = randomized(MLPS[name][0]), random(3, 24)
     plain = results(mlp, [x])
     seen = []
     handle = mlp.down_proj.register_forward_hook(lambda _, args, output: seen.append(args[0].shape))
@@ -212,30 +245,116 @@ def test_a_down_proj_that_does_more_is_called(name):
 @pytest.mark.parametrize("name", ["llama", "gemma", "phi3"])
 def test_mlp_keeps_gate_and_up_alone(name, kernels):
     """act(gate) * up, of (tokens, intermediate_size) like them, is not saved for the backward. (Torch keeps it.)"""
-    module, _, how = MLPS[name]
-    mlp, x = module(how), random(3, 24)
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault((t.data_ptr(), t.shape), t), lambda t: t):
-        mlp(x)
+        MLPS[name][0](random(3, 24))
     assert sum(t.numel() for t in kept.values() if t.shape[0] == 3 and t.shape[1] >= 40) == 2 * 3 * 40
 
 
 @pytest.mark.parametrize("name", ["llama-bias", "gemma"])
 def test_mlp_under_autocast(name):
-    ours, theirs, how = MLPS[name]
-    ours, theirs = ours(how), theirs(how)
+    ours, theirs = map(randomized, MLPS[name])
     ours.load_state_dict(theirs.state_dict())
-    with torch.autocast("cpu", torch.bfloat16):
-        got = results(ours, [random(5, 24)], ours.parameters())
-        wanted = results(theirs, [random(5, 24)], theirs.parameters())
-    for x, y in zip(got, wanted, strict=True):
-        assert x.dtype == y.dtype
-        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+    with torch.autocast("cpu", BF16):
+        got, wanted = (results(each, [random(5, 24)], list(each.parameters())) for each in (ours, theirs))
+    assert_same(got, wanted, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("shards, tiles", [(None, 4), (5, 5), (1, 1)])
+def test_tiles_store_their_input_alone(shards, tiles):
+    """Default: positions / hidden_size, rounded up. Gate and up of one tile at a time, never those of all."""
+    mlp, x, rows, kept = LigerTiledSwiGLUMLP(config(), num_shards=shards), random(1, 80, 24), [], []
+    mlp.gate_proj.register_forward_hook(lambda _, args, output: rows.append(args[0].shape[-2]))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        y = mlp(x.requires_grad_())
+    assert len(rows) == tiles and sum(rows) == 80
+    assert not any(shape[-1] == 40 for shape in kept)
+    y.sum().backward()
+    assert len(rows) == 2 * tiles
 
 
 def test_relu_squared():
-    x = random(5, 24)
-    assert_same(results(LigerReLUSquared(), [x]), results(lambda x: F.relu(x).square(), [x]))
+    check(LigerReLUSquared(), lambda x: F.relu(x).square(), random(5, 24))
+
+
+# Experts
+
+
+def experts_truth(index):
+    def truth(x, weights, gate_up, down):
+        out = torch.zeros_like(x)
+        for token, k in torch.cartesian_prod(*map(torch.arange, index.shape)).tolist():
+            e = index[token, k]
+            gate, up = F.linear(x[token], gate_up[e]).chunk(2)
+            product = weights[token, k] * F.linear(F.silu(gate) * up, down[e])
+            out = out.index_add(0, torch.tensor([token]), product[None])
+        return out
+
+    return truth
+
+
+class Routed(nn.Module):
+    """Experts whose index is given."""
+
+    def __init__(self, experts, index):
+        super().__init__()
+        self.experts, self.index = experts, index
+
+    def forward(self, x, weights):
+        return self.experts(x, self.index, weights)
+
+
+@pytest.mark.parametrize("names", [("num_experts", "moe_intermediate_size"), ("num_local_experts", "intermediate_size"),
+                                   ("n_routed_experts", "moe_intermediate_size")])  # fmt: skip
+def test_experts(names):
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(9)])  # the fifth expert has no token
+    experts = Routed(LigerExperts(config(**dict(zip(names, (5, 12), strict=True)))), index)
+    check(experts, experts_truth(index), random(9, 24), torch.rand(9, 2))
+
+
+def mixtral():
+    how = MixtralConfig(hidden_size=24, intermediate_size=16, num_local_experts=4, experts_implementation="eager")
+    theirs = MixtralExperts(how)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    ours = LigerExperts(how)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    return ours, theirs
+
+
+def test_experts_are_hugging_faces():
+    """State dicts fit; a batch of sequences; int32 indices."""
+    ours, theirs = mixtral()
+    x, index, weights = random(2, 7, 24), torch.randint(4, (2, 7, 2)), torch.rand(2, 7, 2)
+    got, wanted = ours(x, index.int(), weights), theirs(x.view(-1, 24), index.view(-1, 2), weights.view(-1, 2))
+    torch.testing.assert_close(got, wanted.view_as(x), rtol=0, atol=1e-5)
+
+
+def test_experts_in_bf16_are_grouped_products():
+    """Values and gradients against fp64; an expert without tokens has gradient 0."""
+    experts = mixtral()[0].bfloat16()
+    x, weights = random(40, 24, dtype=BF16), torch.rand(40, 2)
+    index = torch.stack([torch.randperm(3)[:2] for _ in range(40)])
+    assert experts._grouped(x) and not experts._grouped(x.float()) and not experts._grouped(x[:0])
+    parameters = list(experts.parameters())
+    got = results(lambda x, weights: experts(x, index, weights), [x, weights], parameters)
+    exact = [t.detach().double() for t in (x, weights, *parameters)]
+    for ours, theirs in zip(got, results(experts_truth(index), exact), strict=True):
+        assert (ours.double() - theirs).norm() < 0.01 * theirs.norm()
+    assert got[0].dtype == BF16 and not got[3][3].any() and not got[4][3].any()
+
+
+def test_experts_of_odd_sizes_and_without_tokens():
+    experts = LigerExperts(config(num_experts=3, intermediate_size=6)).bfloat16()
+    x, index = random(4, 24, dtype=BF16), torch.randint(3, (4, 1))
+    assert not experts._grouped(x)
+    y, z = experts(x, index, torch.ones(4, 1)), experts.float()(x.float(), index, torch.ones(4, 1))
+    torch.testing.assert_close(y.float(), z, rtol=0.02, atol=0.02)
+    none = experts(torch.randn(0, 24), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2))
+    assert none.shape == (0, 24)
+
+
+# Rotations
 
 
 def angles(batch: int, length: int, width: int) -> tuple[Tensor, Tensor]:
@@ -246,81 +365,87 @@ def angles(batch: int, length: int, width: int) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
+Q, K = random(2, 4, 7, 16), random(2, 2, 7, 16, seed=1)
+COS, SIN = angles(2, 7, 16)
+THREE = [torch.stack([x, x.roll(1, 1), x.roll(2, 1)]) for x in (COS, SIN)]  # positions of time, height, width
+SECTION = [2, 3, 3]
+
+
+def by_llama(cos, sin, **how):
+    return lambda q, k: apply_rotary_pos_emb(q, k, cos, sin, **how)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
 def test_rotary_pos_emb_is_hugging_faces(batch, unsqueeze_dim):
-    q, k = random(2, 4, 7, 16), random(2, 2, 7, 16, seed=1)
+    q, k, (cos, sin) = Q, K, angles(batch, 7, 16)
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
-    cos, sin = angles(batch, 7, 16)
-    wanted = results(
-        lambda q, k: modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim), [q, k]
-    )
-
-    def check(*args, **options):
-        assert_same(results(lambda q, k: liger_rotary_pos_emb(q, k, *args, **options), [q, k]), wanted)
-
-    check(cos, sin, unsqueeze_dim=unsqueeze_dim)
-    check(cos, sin, None, unsqueeze_dim)
-    check(cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), None, unsqueeze_dim)
-    check(cos[..., :8], sin[..., :8], unsqueeze_dim=unsqueeze_dim, rotary_dim=16)
-    if batch == 1:
-        check(cos[0], sin[0], unsqueeze_dim=unsqueeze_dim)
+    calls = [
+        ((cos, sin), {"unsqueeze_dim": unsqueeze_dim}), ((cos, sin, None, unsqueeze_dim), {}),
+        ((cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), None, unsqueeze_dim), {}),
+        ((cos[..., :8], sin[..., :8]), {"unsqueeze_dim": unsqueeze_dim, "rotary_dim": 16}),
+        *([((cos[0], sin[0]), {"unsqueeze_dim": unsqueeze_dim})] if batch == 1 else []),
+    ]  # fmt: skip
+    for args, options in calls:
+        ours = lambda q, k, args=args, options=options: liger_rotary_pos_emb(q, k, *args, **options)  # noqa: E731
+        check(ours, by_llama(cos, sin, unsqueeze_dim=unsqueeze_dim), q, k)
 
 
-def test_rotary_pos_emb_of_a_part():
-    """The first R columns turn and the others pass through; rotary_dim uses the first angles of more."""
-    q, k, (cos, sin) = random(2, 4, 7, 16), random(2, 2, 7, 16, seed=1), angles(2, 7, 8)
-
-    def wanted(q, k):
-        turned = modeling_llama.apply_rotary_pos_emb(q[..., :8], k[..., :8], cos, sin)
-        return [torch.cat([x, y[..., 8:]], -1) for x, y in zip(turned, (q, k), strict=True)]
-
-    expected = results(wanted, [q, k])
-    assert_same(results(lambda q, k: liger_rotary_pos_emb(q, k, cos, sin), [q, k]), expected)
-    more = [torch.cat([x[..., :4], random(2, 7, 4, seed=5)], -1) for x in (cos, sin)]
-    assert_same(results(lambda q, k: liger_rotary_pos_emb(q, k, *more, rotary_dim=8), [q, k]), expected)
+def first_columns(q, k):
+    """The first 8 columns turn and the others pass through."""
+    turned = apply_rotary_pos_emb(q[..., :8], k[..., :8], *angles(2, 7, 8))
+    return [torch.cat([x, y[..., 8:]], -1) for x, y in zip(turned, (q, k), strict=True)]
 
 
-def test_rotary_pos_emb_of_gpt_oss():
-    q, k, (cos, sin) = random(2, 4, 7, 16), random(2, 2, 7, 16, seed=1), angles(2, 7, 16)
-    cos, sin = cos[..., :8], sin[..., :8]
-    wanted = results(lambda q, k: modeling_gpt_oss.apply_rotary_pos_emb(q, k, cos, sin), [q, k])
-    assert_same(results(lambda q, k: liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=16), [q, k]), wanted)
-    assert_same(results(lambda q, k: LigerRope(half_width=True)(q, k, cos, sin), [q, k]), wanted)
+def by_gpt_oss(q, k):
+    return modeling_gpt_oss.apply_rotary_pos_emb(q, k, COS[..., :8], SIN[..., :8])
 
 
-def test_multimodal_rotary_pos_emb_takes_each_pair_from_its_position():
-    q, k, section = random(2, 4, 7, 16), random(2, 2, 7, 16, seed=1), [2, 3, 3]
-    cos, sin = (torch.stack([x, x.roll(1, 1), x.roll(2, 1)]) for x in angles(2, 7, 16))  # time, height, width
-    composed = [torch.cat([part[i % 3] for i, part in enumerate(x.split(2 * section, -1))], -1) for x in (cos, sin)]
-    wanted = results(lambda q, k: modeling_llama.apply_rotary_pos_emb(q, k, *composed), [q, k])
-    assert_same(results(lambda q, k: liger_multimodal_rotary_pos_emb(q, k, cos, sin, section), [q, k]), wanted)
-    assert_same(results(lambda q, k: LigerRope(mrope_section=section)(q, k, cos, sin), [q, k]), wanted)
-    swapped = results(
-        lambda q, k: [
-            x.transpose(1, 2)
-            for x in liger_multimodal_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin, section, 2)
-        ],
-        [q, k],
-    )
-    assert_same(swapped, wanted)
+def by_axes(q, k):
+    """Each pair from its position."""
+    parts = [[part[i % 3] for i, part in enumerate(x.split(2 * SECTION, -1))] for x in THREE]
+    return apply_rotary_pos_emb(q, k, *(torch.cat(x, -1) for x in parts))
 
 
-def test_interleaved_rope():
-    q, k, (cos, sin) = random(2, 4, 7, 16), random(2, 2, 7, 16, seed=1), angles(2, 7, 16)
-
-    def complex_product(*tensors):
-        turn = torch.complex(cos[..., :8], sin[..., :8])[:, None]
-        pairs = [torch.view_as_complex(x.unflatten(-1, (8, 2)).contiguous()) * turn for x in tensors]
-        return [torch.view_as_real(x).flatten(-2) for x in pairs]
-
-    doubled = [x[..., :8].repeat_interleave(2, -1) for x in (cos, sin)]
-    got = results(lambda q, k: LigerRope(interleaved=True)(q, k, *doubled), [q, k])
-    assert_same(got, results(complex_product, [q, k]))
+def interleaved(q, k):
+    turns = torch.complex(COS[..., :8].double(), SIN[..., :8].double())[:, None]
+    return [turned(x, turns) for x in (q, k)]
 
 
-def norm_then_rope(q_norm: nn.Module, k_norm: nn.Module, cos: Tensor, sin: Tensor, over_heads: bool):
+def turned(x, turns):
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turns).flatten(-2)
+
+
+def swapped(q, k):
+    """Heads behind positions."""
+    turned = liger_multimodal_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *THREE, SECTION, 2)
+    return [x.transpose(1, 2) for x in turned]
+
+
+MORE = [torch.cat([x[..., :4], random(2, 7, 4, seed=5)], -1) for x in angles(2, 7, 8)]
+HALVES = COS[..., :8], SIN[..., :8]
+ROTATIONS = {
+    "a part": (lambda q, k: liger_rotary_pos_emb(q, k, *angles(2, 7, 8)), first_columns),
+    "the first angles of more": (lambda q, k: liger_rotary_pos_emb(q, k, *MORE, rotary_dim=8), first_columns),
+    "gpt-oss": (lambda q, k: liger_rotary_pos_emb(q, k, *HALVES, rotary_dim=16), by_gpt_oss),
+    "gpt-oss, layer": (lambda q, k: LigerRope(half_width=True)(q, k, *HALVES), by_gpt_oss),
+    "axes": (lambda q, k: liger_multimodal_rotary_pos_emb(q, k, *THREE, SECTION), by_axes),
+    "axes, layer": (lambda q, k: LigerRope(mrope_section=SECTION)(q, k, *THREE), by_axes),
+    "axes, heads behind": (swapped, by_axes),
+    "interleaved": (
+        lambda q, k: LigerRope(interleaved=True)(q, k, *(x[..., :8].repeat_interleave(2, -1) for x in (COS, SIN))),
+        interleaved,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_rotations(name):
+    check(*ROTATIONS[name], Q, K)
+
+
+def norm_then_rope(q_norm: nn.Module, k_norm: nn.Module, over_heads: bool):
     """What the attention of these models does to the outputs of q_proj and k_proj, (B, S, heads, D)."""
 
     def run(q, k):
@@ -328,166 +453,162 @@ def norm_then_rope(q_norm: nn.Module, k_norm: nn.Module, cos: Tensor, sin: Tenso
             q, k = q_norm(q.flatten(2)).view_as(q), k_norm(k.flatten(2)).view_as(k)
         else:
             q, k = q_norm(q), k_norm(k)
-        return modeling_llama.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), COS, SIN)
 
     return run
 
 
+HEADS = [random(2, 7, 4, 16), random(2, 7, 2, 16, seed=1)]
+OLMO = dict(casting_mode="gemma", norm_over_heads=True, num_heads=4, num_kv_heads=2)
+
+
 @pytest.mark.parametrize(
-    "norm, options",
-    [
-        (modeling_qwen3.Qwen3RMSNorm, {}),
-        (modeling_gemma3.Gemma3RMSNorm, GEMMA),
-        (modeling_olmo2.Olmo2RMSNorm, dict(casting_mode="gemma", norm_over_heads=True, num_heads=4, num_kv_heads=2)),
-    ],
-    ids=["qwen3", "gemma3", "olmo2"],
+    "norm, options", [(Qwen3RMSNorm, {}), (Gemma3RMSNorm, GEMMA), (Olmo2RMSNorm, OLMO)], ids=["qwen", "gemma", "olmo"]
 )
 def test_qk_norm_rope_is_norm_then_rope(norm, options):
     over_heads = "num_heads" in options
     ours = LigerQKNormRope(16, **options)
-    q_norm, k_norm = (randomize(norm(16 * (heads if over_heads else 1), 1e-6)) for heads in (4, 2))
+    q_norm, k_norm = (randomized(norm(16 * (heads if over_heads else 1), 1e-6)) for heads in (4, 2))
     ours.q_norm.load_state_dict(q_norm.state_dict())
     ours.k_norm.load_state_dict(k_norm.state_dict())
-    inputs, (cos, sin) = [random(2, 7, 4, 16), random(2, 7, 2, 16, seed=1)], angles(2, 7, 16)
-    wanted = results(
-        norm_then_rope(q_norm, k_norm, cos, sin, over_heads), inputs, [*q_norm.parameters(), *k_norm.parameters()]
-    )
-    assert_same(results(lambda q, k: ours(q, k, cos, sin), inputs, ours.parameters()), wanted)
+    parameters = [*q_norm.parameters(), *k_norm.parameters()]
+    wanted = results(norm_then_rope(q_norm, k_norm, over_heads), HEADS, parameters)
+    assert_same(results(lambda q, k: ours(q, k, COS, SIN), HEADS, list(ours.parameters())), wanted)
 
 
-def test_qk_norm_rope_turns_as_rope_does():
-    """Each option of the rotation, beside LigerRope's."""
-    inputs, (cos, sin) = [random(2, 7, 4, 16), random(2, 7, 2, 16, seed=1)], angles(2, 7, 16)
-    three = [torch.stack([x, x.roll(1, 1), x.roll(2, 1)]) for x in (cos, sin)]
-    for options, table in (
-        (dict(interleaved=True), (cos, sin)),
-        (dict(half_width=True), (cos[..., :8], sin[..., :8])),
-        (dict(mrope_section=[2, 3, 3]), three),
-    ):
-        ours, turn = randomize(LigerQKNormRope(16, **options)), LigerRope(**options)
+@pytest.mark.parametrize(
+    "options, table",
+    [({"interleaved": True}, (COS, SIN)), ({"half_width": True}, HALVES), ({"mrope_section": SECTION}, THREE)],
+    ids=str,
+)
+def test_qk_norm_rope_turns_as_rope_does(options, table):
+    ours, turn = randomized(LigerQKNormRope(16, **options)), LigerRope(**options)
 
-        def apart(q, k, ours=ours, turn=turn, table=table):
-            return turn(ours.q_norm(q).transpose(1, 2), ours.k_norm(k).transpose(1, 2), *table)
+    def apart(q, k):
+        return turn(ours.q_norm(q).transpose(1, 2), ours.k_norm(k).transpose(1, 2), *table)
 
-        got = results(lambda q, k, ours=ours, table=table: ours(q, k, *table), inputs, ours.parameters())
-        assert_same(got, results(apart, inputs, ours.parameters()))
+    parameters = list(ours.parameters())
+    assert_same(results(lambda q, k: ours(q, k, *table), HEADS, parameters), results(apart, HEADS, parameters))
+
+
+# Llama 4's: by complex numbers, of q and k as (B, S, heads, D)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_llama4_text_rotation(batch):
+    turns = 1.1 * torch.polar(torch.ones(batch, 7, 8), 6 * torch.rand(batch, 7, 8))
+    exact = turns.to(torch.complex128)[:, :, None]
+    ours = lambda q, k: liger_llama4_text_rotary_pos_emb(q, k, turns)  # noqa: E731
+    check(ours, lambda q, k: (turned(q, exact), turned(k, exact)), *HEADS)
+
+
+@pytest.mark.parametrize("shape", [(7, 8), (7, 1, 8), (1, 7, 1, 8)])
+def test_llama4_vision_rotation(shape):
+    turns = torch.polar(torch.ones(shape), 6 * torch.rand(shape))
+    exact = turns.to(torch.complex128).view(1, 7, 1, 8)
+    ours = lambda q, k: liger_llama4_vision_rotary_pos_emb(q, k, turns)  # noqa: E731
+    check(ours, lambda q, k: (turned(q, exact), turned(k, exact)), HEADS[0], HEADS[0].flip(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_llama4_rotations_are_hugging_faces(dtype):
+    how = Llama4TextConfig(hidden_size=64, num_attention_heads=4, head_dim=16)
+    turns = modeling_llama4.Llama4TextRotaryEmbedding(how)(random(2, 7, 64), torch.arange(7)[None])
+    q, k = (x.to(dtype) for x in HEADS)
+    ours, theirs = liger_llama4_text_rotary_pos_emb(q, k, turns), modeling_llama4.apply_rotary_emb(q, k, turns)
+    torch.testing.assert_close(tuple(ours), tuple(theirs))
+    ours = liger_llama4_vision_rotary_pos_emb(q, q, turns[0])
+    torch.testing.assert_close(tuple(ours), tuple(modeling_llama4.vision_apply_rotary_emb(q, q, turns[0])))
+
+
+# All of them
+
+
+def test_on_the_kernels(kernels):
+    """Strided views of Triton's kernels' inputs: complex frequencies' parts, packed gates, rows of an expert."""
+    test_llama4_text_rotation(2)
+    test_mlps("unequal tiles")
+    test_experts(("num_experts", "moe_intermediate_size"))
+    test_modulated_rms_norm("a sequence", True)
 
 
 def test_layers_compile_whole():
     torch._dynamo.reset()
     torch.manual_seed(0)
-    cos, sin = angles(1, 7, 12)
+    cos, sin = angles(1, 14, 12)
+    turns = torch.polar(torch.ones(1, 14, 6), torch.rand(1, 14, 6))
+    index, weights, scale = torch.randint(4, (14, 2)), torch.rand(14, 2), torch.randn(24)
 
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
             self.norms = nn.ModuleList([LigerRMSNorm(24), LigerLayerNorm(24, bias=True)])
-            self.add = LigerFusedAddRMSNorm(24)
+            self.add, self.modulated = LigerFusedAddRMSNorm(24), LigerModulatedRMSNorm(24)
             self.mlp, self.geglu = LigerSwiGLUMLP(config()), LigerGEGLUMLP(config(hidden_act="gelu"))
+            self.tiled, self.falcon = LigerTiledSwiGLUMLP(config()), LigerFalconH1MLP(config(**FALCON))
             self.qk, self.relu2 = LigerQKNormRope(12), LigerReLUSquared()
+            self.experts = LigerExperts(config(num_experts=4)).bfloat16()
 
         def forward(self, x):
             y, x = self.add(self.mlp(self.norms[0](x)), x)
-            x = x + self.geglu(self.norms[1](y))
-            q, k = self.qk(x.unflatten(-1, (2, 12)), y.unflatten(-1, (2, 12)), cos, sin)
-            return self.relu2(sum(liger_rotary_pos_emb(q, k, cos, sin)))
+            x = x + self.geglu(self.norms[1](y)) + self.modulated(self.falcon(self.tiled(x)), scale)
+            q, k = self.qk(x.view(1, 14, 2, 12), y.view(1, 14, 2, 12), cos, sin)
+            q, k = liger_rotary_pos_emb(q, k, cos, sin)
+            q, k = liger_llama4_text_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), turns)
+            routed = self.experts(x.bfloat16(), index, weights).float()
+            return self.relu2((q + k).flatten(2)[0]) + routed
 
-    block, x = Block(), random(2, 7, 24)
+    block, x = Block(), random(14, 24)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    assert_same(results(compiled, [x], block.parameters()), results(block, [x], block.parameters()))
-
-
-REFUSED = [
-    (lambda: LigerRMSNorm(4, casting_mode="bf16"), ValueError, "casting_mode must be"),
-    (lambda: LigerRMSNorm(4, init_fn="normal"), ValueError, "init_fn must be"),
-    (lambda: LigerRMSNorm(4, offset=1.0, elementwise_affine=False), ValueError, "offset 1.0 is added"),
-    (lambda: LigerRMSNorm(4, casting_mode="none")(random(2, 4).half()), TypeError, "casting_mode='none'"),
-    (lambda: LigerFusedAddRMSNorm(4, casting_mode="?"), ValueError, "casting_mode must be"),
-    (lambda: LigerLayerNorm(4, init_fn="normal"), ValueError, "init_fn must be"),
-    (lambda: LigerLayerNorm(4, impl="triton"), ValueError, "impl"),
-    (lambda: LigerLayerNorm(4, mode="fast"), ValueError, "mode"),
-    (lambda: LigerLayerNorm(4, backend="cutile"), ValueError, "backend"),
-    (lambda: LigerSwiGLUMLP(config(hidden_act="gelu")), ValueError, "LigerSwiGLUMLP.*'gelu'"),
-    (lambda: LigerPhi3SwiGLUMLP(config(hidden_act="gelu")), ValueError, "LigerPhi3SwiGLUMLP.*'gelu'"),
-    (lambda: LigerGEGLUMLP(config()), ValueError, "LigerGEGLUMLP.*'silu'"),
-    (lambda: LigerGEGLUMLP(config(hidden_act=None)), ValueError, "None"),
-    (lambda: LigerQKNormRope(4, norm_over_heads=True), ValueError, "num_heads"),
-    (lambda: LigerQKNormRope(4, norm_over_heads=True, num_heads=2), ValueError, "num_heads"),
-    (lambda: LigerQKNormRope(4, num_heads=2, num_kv_heads=2), ValueError, "num_heads"),
-    (lambda: rotate(position_ids=torch.arange(7)), ValueError, "position_ids"),
-    (lambda: rotate(unsqueeze_dim=0), ValueError, "unsqueeze_dim"),
-    (lambda: rotate(rotary_dim=5), ValueError, "rotary_dim"),
-    (lambda: rotate(rotary_dim=18), ValueError, "rotary_dim"),
-]
+    parameters = list(block.parameters())
+    got, wanted = (results(each, [x], parameters) for each in (compiled, block))
+    assert_same(got, wanted, tolerance=2e-2)  # the experts' bf16
+    torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=1e-5)
 
 
 def rotate(**options):
-    return liger_rotary_pos_emb(random(2, 4, 7, 16), random(2, 2, 7, 16), *angles(2, 7, 16), **options)
+    return liger_rotary_pos_emb(Q, K, *angles(2, 7, 16), **options)
 
 
-@pytest.mark.parametrize("call, error, message", REFUSED)
-def test_what_cannot_be_done_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
+TURNS = torch.polar(torch.ones(7, 8), torch.rand(7, 8))
+REFUSED = [
+    (lambda: LigerRMSNorm(4, casting_mode="bf16"), "casting_mode must be"),
+    (lambda: LigerRMSNorm(4, init_fn="normal"), "init_fn must be"),
+    (lambda: LigerRMSNorm(4, offset=1.0, elementwise_affine=False), "offset 1.0 is added"),
+    (lambda: LigerRMSNorm(4, casting_mode="none")(random(2, 4).half()), "casting_mode='none'"),
+    (lambda: LigerFusedAddRMSNorm(4, casting_mode="?"), "casting_mode must be"),
+    (lambda: LigerRMSNormForMuseGlimmer(), "dim must be"),
+    (lambda: LigerModulatedRMSNorm(24)(random(2, 7, 24), random(3, 24)), "scale must have"),
+    (lambda: LigerModulatedRMSNorm(24)(random(2, 7, 24), random(2, 1)), "scale must have"),
+    (lambda: LigerModulatedRMSNorm(24)(random(2, 24), random(24), random(2, 24)), "shift must have"),
+    (lambda: LigerLayerNorm(4, init_fn="normal"), "init_fn must be"),
+    (lambda: LigerLayerNorm(4, impl="triton"), "impl"),
+    (lambda: LigerLayerNorm(4, mode="fast"), "mode"),
+    (lambda: LigerLayerNorm(4, backend="cutile"), "backend"),
+    (lambda: LigerSwiGLUMLP(config(hidden_act="gelu")), "LigerSwiGLUMLP.*'gelu'"),
+    (lambda: LigerPhi3SwiGLUMLP(config(hidden_act="gelu")), "LigerPhi3SwiGLUMLP.*'gelu'"),
+    (lambda: LigerGEGLUMLP(config()), "LigerGEGLUMLP.*'silu'"),
+    (lambda: LigerGEGLUMLP(config(hidden_act=None)), "None"),
+    (lambda: LigerBlockSparseTop2MLP(config(hidden_act="gelu")), "LigerBlockSparseTop2MLP.*'gelu'"),
+    (lambda: LigerTiledSwiGLUMLP(config(), num_shards=0), "num_shards must be"),
+    (lambda: LigerTiledGEGLUMLP(config(hidden_act="gelu"), -1), "num_shards must be"),
+    (lambda: LigerTiledGEGLUMLP(config()), "LigerTiledGEGLUMLP.*'silu'"),
+    (lambda: LigerExperts(config(hidden_act="gelu", num_experts=2)), "LigerExperts.*'gelu'"),
+    (lambda: LigerExperts(config()), "num_local_experts"),
+    (lambda: LigerQKNormRope(4, norm_over_heads=True), "num_heads"),
+    (lambda: LigerQKNormRope(4, norm_over_heads=True, num_heads=2), "num_heads"),
+    (lambda: LigerQKNormRope(4, num_heads=2, num_kv_heads=2), "num_heads"),
+    (lambda: rotate(position_ids=torch.arange(7)), "position_ids"),
+    (lambda: rotate(unsqueeze_dim=0), "unsqueeze_dim"),
+    (lambda: rotate(rotary_dim=5), "rotary_dim"),
+    (lambda: rotate(rotary_dim=18), "rotary_dim"),
+    (lambda: liger_llama4_text_rotary_pos_emb(*HEADS, TURNS.real[None]), "freqs_cis must be complex"),
+    (lambda: liger_llama4_vision_rotary_pos_emb(*HEADS, TURNS.real), "freqs_ci must be complex"),
+    (lambda: liger_llama4_vision_rotary_pos_emb(*HEADS, TURNS[:6]), "freqs_ci must hold"),
+]
+
+
+@pytest.mark.parametrize("call, message", REFUSED)
+def test_what_cannot_be_done_is_refused(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
         call()
-
-
-SIGNATURES = {  # of Liger-Kernel 0.8.5
-    "LigerRMSNorm": "hidden_size eps=1e-06 offset=0.0 casting_mode='llama' init_fn='ones' in_place=True row_mode=None "
-    "elementwise_affine=True",
-    "LigerFusedAddRMSNorm": "hidden_size eps=1e-06 offset=0.0 casting_mode='llama' init_fn='ones' in_place=False",
-    "LigerLayerNorm": "hidden_size eps=1e-06 bias=False init_fn='ones' impl=None mode=None backend=None",
-    "LigerSwiGLUMLP": "config intermediate_size=None",
-    "LigerPhi3SwiGLUMLP": "config",
-    "LigerGEGLUMLP": "config",
-    "LigerCrossEntropyLoss": "weight=None ignore_index=-100 lse_square_scale=0.0 label_smoothing=0.0 reduction='mean' "
-    "softcap=None return_z_loss=False return_token_accuracy=False return_predicted_tokens=False",
-    "LigerFusedLinearCrossEntropyLoss": "ce_weight=None ignore_index=-100 lse_square_scale=0.0 label_smoothing=0.0 "
-    "reduction='mean' softcap=None return_z_loss=False accum_dtype=None use_token_scaling=False "
-    "return_token_accuracy=False return_predicted_tokens=False",
-    "LigerKLDIVLoss": "eps=1e-10 size_average=None reduce=None reduction='mean' log_target=False",
-    "LigerJSD": "beta=0.5 ignore_index=-100",
-    "LigerTVDLoss": "reduction='batchmean' ignore_index=-100",
-    "LigerFusedLinearJSD": "jsd_beta=0.5 ignore_index=-100 temperature=1.0 accum_dtype=None",
-    "liger_rotary_pos_emb": "q k cos sin position_ids=None unsqueeze_dim=1 rotary_dim=None",
-    "liger_multimodal_rotary_pos_emb": "q k cos sin mrope_section unsqueeze_dim=1",
-    "LigerBlockSparseTop2MLP": "config",
-    "LigerExperts": "config",
-    "LigerExperts.forward": "self hidden_states top_k_index top_k_weights",
-    "LigerFalconH1MLP": "config",
-    "LigerFalconH1SwiGLUMLP": "config",
-    "LigerMLP": "config",
-    "LigerQwen3MoeSwiGLUMLP": "config intermediate_size=None",
-    "LigerSwiGLUMLPForMuseGlimmer": "config",
-    "LigerTiledGEGLUMLP": "config num_shards=None",
-    "LigerTiledSwiGLUMLP": "config num_shards=None",
-    "LigerModulatedRMSNorm": "hidden_size eps=1e-06 offset=0.0 casting_mode='llama' init_fn='ones' in_place=True "
-    "elementwise_affine=True",
-    "LigerModulatedRMSNorm.forward": "self hidden_states scale shift=None",
-    "LigerRMSNormForMuseGlimmer": "dim=None eps=1e-06 offset=0.0 casting_mode='gemma' init_fn='ones' in_place=False "
-    "with_scale=True",
-    "LigerRMSNormForMuseGlimmerTextCentered": "hidden_size eps=1e-06 offset=1.0 casting_mode='gemma' init_fn='zeros' "
-    "in_place=False row_mode=None",
-    "LigerFusedCETVDLoss": "ignore_index=-100",
-    "LigerFusedCETVDLoss.forward": "self student_logits teacher_logits target",
-    "LigerFusedLinearKLDivLoss": "reduction='batchmean' ignore_index=-100 temperature=1.0 eps=1e-10 accum_dtype=None",
-    "LigerFusedLinearKLDivLoss.forward": "self student_input student_weight target shift_labels=None",
-    "liger_llama4_text_rotary_pos_emb": "xq xk freqs_cis",
-    "liger_llama4_vision_rotary_pos_emb": "query key freqs_ci",
-    "LigerCrossEntropyLoss.forward": "self _input target",
-    "LigerFusedLinearCrossEntropyLoss.forward": "self lin_weight _input target bias=None",
-    "LigerKLDIVLoss.forward": "self y_pred y_true",
-    "LigerJSD.forward": "self log_q log_p shift_labels=None",
-    "LigerTVDLoss.forward": "self p q shift_labels=None",
-    "LigerFusedLinearJSD.forward": "self student_input student_weight teacher_input teacher_weight shift_labels=None",
-}
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures_are_ligers(name):
-    cls, _, method = name.partition(".")
-    called = getattr(liger_trainer, cls)
-    parameters = inspect.signature(getattr(called, method) if method else called).parameters.values()
-    ours = [
-        p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters if p.kind != p.KEYWORD_ONLY
-    ]
-    assert ours == SIGNATURES[name].split()

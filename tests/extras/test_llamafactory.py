@@ -82,7 +82,7 @@ def test_losses_are_those_of_llamafactory_alone(folder, train, options, kernel):
 def test_log_probabilities_and_gradients_of_v1_without_logits(monkeypatch):
     from llamafactory.v1.core.base_trainer import BaseTrainer
 
-    from liger_trainer.integrations.llamafactory import apply
+    from liger_trainer.extras.integrations.llamafactory import apply
 
     stock, trainer, batch = BaseTrainer.compute_log_probs, SimpleNamespace(device="cpu"), masked_batch()
     models = [tiny_model("qwen3"), tiny_model("qwen3")]
@@ -100,7 +100,7 @@ def test_log_probabilities_and_gradients_of_v1_without_logits(monkeypatch):
 
 def test_what_it_refuses():
     from liger_trainer.errors import ConfigError
-    from liger_trainer.integrations.llamafactory import apply
+    from liger_trainer.extras.integrations.llamafactory import apply
 
     with pytest.raises(ConfigError, match="Unknown patch options: rop"):
         apply(tiny_model(), "rop")

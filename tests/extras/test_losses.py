@@ -1,27 +1,33 @@
-"""The losses of extras.modules.losses against torch's and their formulas: values, gradients, further outputs."""
+"""The losses of modules/ against torch's and their formulas in fp64: values, gradients, further outputs."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fp64_truth import assert_same, check, random, results
 from torch import Tensor, nn
 
 from liger_trainer import (
     CrossEntropyOutput,
     LigerCrossEntropyLoss,
+    LigerFusedCETVDLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDivergence,
     LigerFusedLinearJSD,
+    LigerFusedLinearKLDivLoss,
     LigerJSD,
     LigerKLDIVLoss,
     LigerTVDLoss,
 )
+from liger_trainer.extras.modules import losses as chunked
+from liger_trainer.kernels import _linear_loss
+from liger_trainer.kernels.linear_divergence import linear_divergence
 
 N, H, V = 12, 8, 31
 REDUCTIONS = ("mean", "sum", "none")
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+LOGITS = 3 * random(N, V, seed=1)
+LOG_Q, LOG_P = random(N, V).log_softmax(-1), LOGITS.log_softmax(-1)
+X, HEAD, BIAS = random(N, H, seed=2), random(V, H), random(V, seed=1)
+CLASSES = random(V, seed=5).abs() + 0.1
 
 
 def labels(ignore_index: int = -100) -> Tensor:
@@ -30,122 +36,131 @@ def labels(ignore_index: int = -100) -> Tensor:
     return y
 
 
-def value_and_grads(loss_of, *inputs: Tensor) -> list[Tensor]:
-    """The loss, and the gradients of inputs under an upstream gradient that is not 1 and differs between tokens."""
-    inputs = tuple(x.detach().clone().requires_grad_() for x in inputs)
-    loss = loss_of(*inputs)
-    return [loss, *torch.autograd.grad(loss, inputs, 1.5 + random(*loss.shape, seed=7))]
+def some_labels(labelled: bool) -> tuple[Tensor | None, Tensor]:
+    """Labels of which some are 7, to be ignored, or none; and which rows count."""
+    target = labels(7) if labelled else None
+    return target, torch.ones(N, dtype=torch.bool) if target is None else target != 7
 
 
-def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for x, y in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
+# Cross-entropy
 
 
-def torch_cross_entropy(logits: Tensor, target: Tensor, z=0.0, softcap=None, token_scaling=False, **options) -> Tensor:
+def cross_entropy(logits: Tensor, target: Tensor, z=0.0, softcap=None, scaled=False, **options) -> Tensor:
     """torch's loss with what Liger's adds to it."""
     x = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     reduction, keep = options.pop("reduction", "mean"), target != options.get("ignore_index", -100)
-    ce = F.cross_entropy(x, target, reduction="none", **options)
+    weight = options.pop("weight", None)
+    weight = None if weight is None else weight.to(x)
+    ce = F.cross_entropy(x, target, weight, reduction="none", **options)
     z_loss = (z * x.logsumexp(-1).square()).where(keep, 0)
-    if token_scaling:
+    if scaled:
         p = x.softmax(-1).gather(1, target.where(keep, 0)[:, None]).squeeze(1).detach()
         ce, z_loss = ce * p, z_loss * p
     if reduction == "none":
         return ce + z_loss
     if reduction == "sum":
         return (ce + z_loss).sum()
-    weight = options.get("weight")
     count = keep.sum() if weight is None else weight[target.where(keep, 0)][keep].sum()
     return ce.sum() / count + z_loss.sum() / keep.sum()  # as Liger-Kernel 0.8.5: the z-loss has no class weight
 
 
-CE = {  # constructor's arguments, and those of torch_cross_entropy that say the same
-    "plain": ({}, {}),
-    "ignore-index": (dict(ignore_index=5), dict(ignore_index=5)),
-    "smoothing": (dict(label_smoothing=0.1), dict(label_smoothing=0.1)),
-    "softcap": (dict(softcap=2.0), dict(softcap=2.0)),
-    "z-loss": (dict(lse_square_scale=1e-2), dict(z=1e-2)),
-    "all": (
-        dict(label_smoothing=0.2, softcap=2.0, lse_square_scale=1e-2),
-        dict(label_smoothing=0.2, softcap=2.0, z=1e-2),
-    ),
-}
+CE = {  # what both are called with, by Liger's names
+    "plain": {}, "ignore-index": {"ignore_index": 5}, "smoothing": {"label_smoothing": 0.1},
+    "softcap": {"softcap": 2.0}, "z-loss": {"lse_square_scale": 1e-2},
+    "all": {"label_smoothing": 0.2, "softcap": 2.0, "lse_square_scale": 1e-2},
+    "weighted": {"weight": CLASSES},
+    "weighted, all": {"weight": CLASSES, "label_smoothing": 0.2, "softcap": 2.0, "lse_square_scale": 1e-2},
+}  # fmt: skip
+FUSED = {
+    **{name: options for name, options in CE.items() if "weight" not in options}, "class weight": {"weight": CLASSES},
+    "token scaling": {"use_token_scaling": True, "lse_square_scale": 1e-2},
+    "both": {"weight": CLASSES, "use_token_scaling": True},
+}  # fmt: skip
+OTHER_NAMES = {"lse_square_scale": "z", "use_token_scaling": "scaled"}
+
+
+def truth_of(target: Tensor, options: dict, reduction: str):
+    """The formula of logits."""
+    named = {OTHER_NAMES.get(name, name): value for name, value in options.items()}
+    return lambda logits: cross_entropy(logits, target, reduction=reduction, **named)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("case", CE)
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
-def test_cross_entropy_is_torchs(case, reduction, weighted):
-    ours, theirs = CE[case]
-    weight = random(V).abs() + 0.1 if weighted else None
-    target = labels(ours.get("ignore_index", -100))
-    loss = LigerCrossEntropyLoss(weight, reduction=reduction, **ours)
-    logits = 3 * random(N, V, seed=1)
-    wanted = value_and_grads(
-        lambda x: torch_cross_entropy(x, target, reduction=reduction, weight=weight, **theirs), logits
-    )
-    assert_same(value_and_grads(lambda x: loss(x, target), logits), wanted)
-    if case == "plain":
-        assert_same(wanted[:1], [F.cross_entropy(logits, target, weight, reduction=reduction)])
+def test_cross_entropy_is_torchs(case, reduction):
+    target = labels(CE[case].get("ignore_index", -100))
+    loss = LigerCrossEntropyLoss(reduction=reduction, **CE[case])
+    check(lambda x: loss(x, target), truth_of(target, CE[case], reduction), LOGITS)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("case", FUSED)
+def test_fused_linear_cross_entropy_is_torchs(case, reduction):
+    options, target = FUSED[case], labels(FUSED[case].get("ignore_index", -100))
+    ours = {"ce_weight" if name == "weight" else name: value for name, value in options.items()}
+    loss, truth = LigerFusedLinearCrossEntropyLoss(reduction=reduction, **ours), truth_of(target, options, reduction)
+    check(lambda w, x, b: loss(w, x, target, b), lambda w, x, b: truth(F.linear(x, w, b)), HEAD, X, BIAS)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_cross_entropy_in_place(reduction):
-    """The gradient lies where the logits lay, and is the same; what is returned beside the loss is taken before."""
+    """The gradient lies where the logits lay, and is the same; what is returned besides the loss is taken before."""
     head, target = nn.Linear(H, V), labels()
-    options = dict(reduction=reduction, lse_square_scale=1e-2)
-    more = dict(return_z_loss=True, return_predicted_tokens=True)
-    x = random(N, H)
-    logits = head(x)
+    options = dict(reduction=reduction, lse_square_scale=1e-2, return_z_loss=True, return_predicted_tokens=True)
+    logits = head(X)
     before, memory = logits.detach().clone(), logits.data_ptr()
     logits.register_hook(lambda grad: seen.append(grad.data_ptr()))
     seen = []
-    output = LigerCrossEntropyLoss(**options, **more, inplace=True)(logits, target)
+    output = LigerCrossEntropyLoss(**options, inplace=True)(logits, target)
     got = torch.autograd.grad(output.loss.sum(), list(head.parameters()))
-    expected = LigerCrossEntropyLoss(**options, **more)(head(x), target)
-    assert_same(list(got), list(torch.autograd.grad(expected.loss.sum(), list(head.parameters()))))
+    expected = LigerCrossEntropyLoss(**options)(head(X), target)
+    assert_same(got, torch.autograd.grad(expected.loss.sum(), list(head.parameters())))
     assert seen == [memory] and not torch.equal(logits.detach(), before)
     assert_same([output.z_loss], [expected.z_loss])
     assert torch.equal(output.predicted_tokens, expected.predicted_tokens)
 
 
-@pytest.mark.parametrize("smoothing, softcap, weighted", [(0.0, None, False), (0.1, 2.0, True), (0.1, None, False)])
+MORE = [
+    *((False, options) for options in ({}, {"label_smoothing": 0.1, "softcap": 2.0, "weight": CLASSES},
+                                       {"label_smoothing": 0.1})),
+    *((True, options) for options in ({}, {"use_token_scaling": True})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fused, options", MORE)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_cross_entropy_returns_more(reduction, smoothing, softcap, weighted):
-    weight = random(V, seed=4).abs() if weighted else None
-    logits, target = 3 * random(N, V), labels()
-    best = logits.argmax(-1)
+def test_cross_entropies_return_more(reduction, fused, options):
+    logits = F.linear(X, HEAD) if fused else LOGITS
+    target, best = labels(), logits.argmax(-1)
     target[1:6:2] = best[1:6:2]
     keep = target != -100
-    output = LigerCrossEntropyLoss(
-        weight, reduction=reduction, lse_square_scale=1e-2, label_smoothing=smoothing, softcap=softcap,
-        return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True,
-    )(logits.requires_grad_(), target)  # fmt: skip
-    options = dict(label_smoothing=smoothing, softcap=softcap, reduction=reduction, weight=weight)
-    whole = torch_cross_entropy(logits, target, z=1e-2, **options)
-    plain = torch_cross_entropy(logits, target, **options)
+    how = dict(reduction=reduction, lse_square_scale=1e-2, return_z_loss=True, return_token_accuracy=True, **options)
+    if fused:
+        output = LigerFusedLinearCrossEntropyLoss(**how)(HEAD.clone().requires_grad_(), X, target)
+    else:
+        output = LigerCrossEntropyLoss(**how, return_predicted_tokens=True)(logits.clone().requires_grad_(), target)
+        assert torch.equal(output.predicted_tokens, best.where(keep, -1))
+    whole, plain = (
+        truth_of(target, {**options, **z}, reduction)(logits.double()) for z in ({"lse_square_scale": 1e-2}, {})
+    )
     right = ((best == target) & keep).float()
     assert_same([output.loss], [whole])
-    torch.testing.assert_close(output.z_loss, (whole - plain).detach(), rtol=1e-4, atol=1e-5)
+    assert_same([output.z_loss], [whole - plain], tolerance=1e-4)
     assert_same([output.token_accuracy], [right if reduction == "none" else right.sum() / keep.sum()])
-    assert torch.equal(output.predicted_tokens, best.where(keep, -1))
     assert not output.z_loss.requires_grad
 
 
 def test_only_what_is_asked_for_is_returned():
-    logits, target = random(N, V), labels()
-    assert isinstance(LigerCrossEntropyLoss()(logits, target), Tensor)
-    for name in ("z_loss", "token_accuracy", "predicted_tokens"):
-        output = LigerCrossEntropyLoss(**{f"return_{name}": True})(logits, target)
-        assert isinstance(output, CrossEntropyOutput)
-        given = {n for n in ("z_loss", "token_accuracy", "predicted_tokens") if getattr(output, n) is not None}
-        assert given == {name}
-    weight = nn.Parameter(random(V, H))
-    assert isinstance(LigerFusedLinearCrossEntropyLoss()(weight, random(N, H), target), Tensor)
-    for name in ("z_loss", "token_accuracy"):
-        output = LigerFusedLinearCrossEntropyLoss(**{f"return_{name}": True})(weight, random(N, H), target)
-        assert {n for n in ("z_loss", "token_accuracy") if getattr(output, n) is not None} == {name}
+    target = labels()
+    for loss, inputs, names in (
+        (LigerCrossEntropyLoss, (LOGITS,), ("z_loss", "token_accuracy", "predicted_tokens")),
+        (LigerFusedLinearCrossEntropyLoss, (nn.Parameter(HEAD.clone()), X), ("z_loss", "token_accuracy")),
+    ):
+        assert isinstance(loss()(*inputs, target), Tensor)
+        for name in names:
+            output = loss(**{f"return_{name}": True})(*inputs, target)
+            assert isinstance(output, CrossEntropyOutput)
+            assert {each for each in names if getattr(output, each) is not None} == {name}
 
 
 def test_class_weights_move_with_the_module_and_stay_out_of_its_state():
@@ -154,142 +169,90 @@ def test_class_weights_move_with_the_module_and_stay_out_of_its_state():
         assert weight.dtype == torch.float64 and not loss.state_dict()
 
 
-def fused(loss: nn.Module, target: Tensor):
-    return lambda weight, x, bias: loss(weight, x, target, bias)
-
-
-def unfused(target: Tensor, **options):
-    return lambda weight, x, bias: torch_cross_entropy(F.linear(x, weight, bias), target, **options)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("case", [*CE, "token-scaling", "class-weight", "class-weight-scaling"])
-def test_fused_linear_cross_entropy_is_torchs(case, reduction):
-    weight, bias, x = random(V, H), random(V, seed=1), random(N, H, seed=2)
-    classes = random(V, seed=5).abs() + 0.1
-    ours, theirs = {
-        "token-scaling": (dict(use_token_scaling=True, lse_square_scale=1e-2), dict(token_scaling=True, z=1e-2)),
-        "class-weight": (dict(ce_weight=classes), dict(weight=classes)),
-        "class-weight-scaling": (
-            dict(ce_weight=classes, use_token_scaling=True),
-            dict(weight=classes, token_scaling=True),
-        ),
-        **CE,
-    }[case]
-    target = labels(ours.get("ignore_index", -100))
-    loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction, **ours)
-    got = value_and_grads(fused(loss, target), weight, x, bias)
-    assert_same(got, value_and_grads(unfused(target, reduction=reduction, **theirs), weight, x, bias))
-
-
-@pytest.mark.parametrize("scaling", [False, True])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_fused_linear_cross_entropy_returns_more(reduction, scaling):
-    weight, x, target = random(V, H), random(N, H, seed=2), labels()
-    best = F.linear(x, weight).argmax(-1)
-    target[1:6:2] = best[1:6:2]
-    keep = target != -100
-    loss = LigerFusedLinearCrossEntropyLoss(
-        reduction=reduction, lse_square_scale=1e-2, return_z_loss=True, return_token_accuracy=True,
-        use_token_scaling=scaling,
-    )  # fmt: skip
-    output = loss(weight.requires_grad_(), x, target)
-    logits, options = F.linear(x, weight), dict(reduction=reduction, token_scaling=scaling)
-    whole = torch_cross_entropy(logits, target, z=1e-2, **options)
-    right = ((best == target) & keep).float()
-    assert_same([output.loss], [whole])
-    z_loss = (whole - torch_cross_entropy(logits, target, **options)).detach()
-    torch.testing.assert_close(output.z_loss, z_loss, rtol=1e-4, atol=1e-5)
-    assert_same([output.token_accuracy], [right if reduction == "none" else right.sum() / keep.sum()])
-    assert not output.z_loss.requires_grad
-
-
 def test_fused_linear_cross_entropy_sums_in_fp32(monkeypatch):
     """Over several chunks of bf16, the head's gradient errs less with accum_dtype."""
-    from liger_trainer.kernels import _linear_loss
-
     monkeypatch.setattr(_linear_loss, "WORKSPACE_MB", 16 * V / 2**20)  # chunks of 8 rows
     monkeypatch.setattr(_linear_loss, "ROUNDINGS", 64)  # of which so many are summed in fp32 by default
-    weight, x = random(V, H).bfloat16(), random(512, H, seed=1).bfloat16()
+    weight, x = HEAD.bfloat16(), random(512, H, seed=1).bfloat16()
     target = torch.arange(512) % V
-    truth = value_and_grads(lambda w: F.cross_entropy(F.linear(x.double(), w), target), weight.double())[1]
+    truth = results(lambda w: F.cross_entropy(F.linear(x.double(), w), target), [weight.double()])[1]
     errors = {}
     for dtype in (None, torch.float32):
         loss = LigerFusedLinearCrossEntropyLoss(accum_dtype=dtype)
-        grad = value_and_grads(lambda w, loss=loss: loss(w, x, target), weight)[1]
-        errors[dtype] = (grad.double() - truth).norm()
+        errors[dtype] = (results(lambda w, loss=loss: loss(w, x, target), [weight])[1].double() - truth).norm()
     assert errors[torch.float32] < 0.7 * errors[None]
 
 
-@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
-@pytest.mark.parametrize("log_target", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "batchmean", "sum", "none"])
-def test_kl_div_is_torchs(reduction, log_target):
-    log_q, log_p = random(N, V).log_softmax(-1), (3 * random(N, V, seed=1)).log_softmax(-1)
-    target = log_p if log_target else log_p.exp()
-    if not log_target:
-        target[:, ::5] = 0  # where 0 log 0 is 0
-    loss = LigerKLDIVLoss(reduction=reduction, log_target=log_target)
-    theirs = nn.KLDivLoss(reduction=reduction, log_target=log_target)
-    assert isinstance(loss, nn.KLDivLoss)
-    assert_same(value_and_grads(lambda x: loss(x, target), log_q), value_and_grads(lambda x: theirs(x, target), log_q))
+# Divergences of given distributions
 
 
-def test_kl_div_knows_torchs_old_names():
-    log_q, p = random(N, V).log_softmax(-1), random(N, V, seed=1).softmax(-1)
-    with pytest.warns(UserWarning, match="size_average"):
-        loss = LigerKLDIVLoss(1e-10, False)
-    assert_same([loss(log_q, p)], [F.kl_div(log_q, p, reduction="sum")])
+def kl_to(log_q: Tensor, target: Tensor, log_target: bool = False) -> Tensor:
+    """(N, V), where 0 log 0 is 0."""
+    return target.exp() * (target - log_q) if log_target else torch.xlogy(target, target) - target * log_q
 
 
 def jsd_of(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     """(N,) from log-probabilities."""
-
-    def kl(a, b):
-        return (a.exp() * (a - b)).sum(-1)
-
     if beta in (0, 1):
-        return kl(log_q, log_p) if beta else kl(log_p, log_q)
+        return (kl_to(log_p, log_q, True) if beta else kl_to(log_q, log_p, True)).sum(-1)
     log_m = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
-    return beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
+    return (beta * kl_to(log_m, log_p, True) + (1 - beta) * kl_to(log_m, log_q, True)).sum(-1)
 
 
-def some_labels(labelled: bool) -> tuple[Tensor | None, Tensor]:
-    """Labels of which some are 7, to be ignored, or none; and which rows count."""
-    target = labels(7) if labelled else None
-    return target, torch.ones(N, dtype=torch.bool) if target is None else target != 7
+def reduced(each: Tensor, keep: Tensor, reduction: str) -> Tensor:
+    each = each * keep[:, None]
+    count = {"batchmean": keep.sum(), "mean": keep.sum() * V}.get(reduction, 1)
+    return each if reduction == "none" else each.sum() / count
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("log_target", [False, True])
+@pytest.mark.parametrize("reduction", [*REDUCTIONS, "batchmean"])
+def test_kl_div_is_torchs(reduction, log_target):
+    target = LOG_P if log_target else LOG_P.exp() * (torch.arange(V) % 5 > 0)  # zeros, where 0 log 0 is 0
+    loss, theirs = (kind(reduction=reduction, log_target=log_target) for kind in (LigerKLDIVLoss, nn.KLDivLoss))
+    assert isinstance(loss, nn.KLDivLoss)
+    check(lambda x: loss(x, target), lambda x: theirs(x, target.double()), LOG_Q)
+
+
+def test_kl_div_knows_torchs_old_names():
+    with pytest.warns(UserWarning, match="size_average"):
+        loss = LigerKLDIVLoss(1e-10, False)
+    assert_same([loss(LOG_Q, LOG_P.exp())], [F.kl_div(LOG_Q, LOG_P.exp(), reduction="sum")])
 
 
 @pytest.mark.parametrize("labelled", [False, True])
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
 def test_jsd_is_its_formula(beta, labelled):
-    log_q, log_p = random(N, V).log_softmax(-1), (3 * random(N, V, seed=1)).log_softmax(-1)
     target, keep = some_labels(labelled)
     loss = LigerJSD(beta, ignore_index=7)
-    got = value_and_grads(lambda x: loss(x, log_p, target), log_q)
-    assert_same(got, value_and_grads(lambda x: jsd_of(x, log_p, beta)[keep].mean(), log_q))
+    check(lambda x: loss(x, LOG_P, target), lambda x: jsd_of(x, LOG_P.double(), beta)[keep].mean(), LOG_Q)
 
 
 @pytest.mark.parametrize("labelled", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "batchmean", "sum", "none"])
+@pytest.mark.parametrize("reduction", [*REDUCTIONS, "batchmean"])
 def test_tvd_is_its_formula(reduction, labelled):
-    p, q = random(N, V).softmax(-1), (3 * random(N, V, seed=1)).softmax(-1)
     target, keep = some_labels(labelled)
-
-    def formula(p):
-        each = 0.5 * (p - q).abs() * keep[:, None]
-        count = {"batchmean": keep.sum(), "mean": keep.sum() * V}.get(reduction, 1)
-        return each if reduction == "none" else each.sum() / count
-
-    loss = LigerTVDLoss(reduction, ignore_index=7)
-    assert_same(value_and_grads(lambda p: loss(p, q, target), p), value_and_grads(formula, p))
+    loss, q = LigerTVDLoss(reduction, ignore_index=7), LOG_P.exp()
+    check(lambda p: loss(p, q, target), lambda p: reduced(0.5 * (p - q).abs(), keep, reduction), LOG_Q.exp())
 
 
-def heads() -> dict[str, Tensor]:
-    return {
+def test_a_target_may_have_a_gradient():
+    p, q = LOG_P.exp(), LOG_Q.exp()
+    check(LigerKLDIVLoss(reduction="sum"), lambda x, target: kl_to(x, target).sum(), LOG_Q, p)
+    check(LigerJSD(0.3), lambda x, target: jsd_of(x, target, 0.3).mean(), LOG_Q, LOG_P)
+    check(LigerTVDLoss(), lambda x, target: (x - target).abs().sum() / (2 * N), q, p)
+
+
+# Divergences of heads, and of a teacher
+
+
+def heads(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    tensors = {
         "student_input": random(N, H), "student_weight": random(V, H, seed=1),
         "teacher_input": random(N, H + 3, seed=2), "teacher_weight": random(V, H + 3, seed=4),
     }  # fmt: skip
+    return {name: x.to(dtype) for name, x in tensors.items()}
 
 
 @pytest.mark.parametrize(
@@ -298,77 +261,118 @@ def heads() -> dict[str, Tensor]:
 def test_fused_linear_jsd_is_its_formula(beta, temperature, labelled):
     x, weight, teacher_x, teacher_weight = heads().values()
     target, keep = some_labels(labelled)
-    log_p = (F.linear(teacher_x, teacher_weight) / temperature).log_softmax(-1)
+    log_p = (F.linear(teacher_x.double(), teacher_weight.double()) / temperature).log_softmax(-1)
 
     def formula(x, weight):
         return jsd_of((F.linear(x, weight) / temperature).log_softmax(-1), log_p, beta)[keep].mean()
 
     loss = LigerFusedLinearJSD(beta, ignore_index=7, temperature=temperature)
-    got = value_and_grads(lambda x, w: loss(x, w, teacher_x, teacher_weight, target), x, weight)
-    assert_same(got, value_and_grads(formula, x, weight))
+    check(lambda x, w: loss(x, w, teacher_x, teacher_weight, target), formula, x, weight)
 
 
 def test_fused_linear_jsd_keeps_fp32_logits():
-    """As Liger does: under bf16 heads the gradient errs less than that of bf16 logits."""
-    inputs = {k: x.bfloat16() for k, x in heads().items()}
-    exact = value_and_grads(
-        lambda x: LigerFusedLinearJSD()(**{k: v.double() for k, v in inputs.items()} | {"student_input": x}),
-        inputs["student_input"].double(),
-    )[0]
-    ours = LigerFusedLinearJSD()(**inputs)
+    """As Liger does: bf16 heads err less than with bf16 logits."""
+    inputs = heads(torch.bfloat16)
+    exact = LigerFusedLinearJSD()(**{k: v.double() for k, v in inputs.items()})
     narrow = LigerFusedLinearDivergence("jsd")(**inputs).loss
-    assert (ours - exact).abs() < 0.5 * (narrow - exact).abs()
+    assert (LigerFusedLinearJSD()(**inputs) - exact).abs() < 0.5 * (narrow - exact).abs()
 
 
 def test_fused_linear_divergence_is_the_op():
-    from liger_trainer.kernels.linear_divergence import linear_divergence
-
-    inputs, target = heads(), labels()
-    loss = LigerFusedLinearDivergence({"forward_kl": 0.7, "reverse_kl": 0.3}, temperature=2.0, ce_weight=0.1)
-    got = loss(**inputs, shift_labels=target, num_items=5.0)
-    wanted = linear_divergence(
-        *inputs.values(), kind={"forward_kl": 0.7, "reverse_kl": 0.3}, temperature=2.0, ce_weight=0.1, labels=target,
-        num_items=5.0,
-    )  # fmt: skip
+    options = {"kind": {"forward_kl": 0.7, "reverse_kl": 0.3}, "temperature": 2.0, "ce_weight": 0.1}
+    got = LigerFusedLinearDivergence(**options)(**heads(), shift_labels=labels(), num_items=5.0)
+    wanted = linear_divergence(*heads().values(), **options, labels=labels(), num_items=5.0)
     assert got._fields == wanted._fields
     torch.testing.assert_close(got._asdict(), wanted._asdict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("ignore_index", [7, -100])
+def test_cross_entropy_and_total_variation_of_each_token(ignore_index):
+    target = labels(ignore_index)
+    keep = target != ignore_index
+
+    def truth(student, teacher):
+        hard = F.cross_entropy(student, target, reduction="none", ignore_index=ignore_index)
+        return hard, 0.5 * (student.softmax(-1) - teacher.softmax(-1)).abs().sum(-1) * keep
+
+    loss = LigerFusedCETVDLoss(ignore_index)
+    check(lambda s, t: loss(s, t, target), truth, LOGITS, 3 * random(N, V))
+    assert all(x.dtype == torch.float32 for x in loss(LOGITS.bfloat16(), LOGITS, target))
+
+
+def kl_truth(keep, reduction, temperature):
+    return lambda x, weight, target: reduced(
+        kl_to((F.linear(x, weight) / temperature).log_softmax(-1), target), keep, reduction
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 5, N])
+@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize("reduction, temperature", [("batchmean", 1.0), ("mean", 2.0), ("sum", 0.7)])
+def test_fused_linear_kl_div(reduction, temperature, labelled, rows, monkeypatch):
+    """Chunks of so many rows. The targets need not sum to 1, as rounded ones do not; some are 0."""
+    monkeypatch.setattr(chunked, "CHUNK", rows * V + V - 1)
+    target, keep = some_labels(labelled)
+    loss = LigerFusedLinearKLDivLoss(reduction, ignore_index=7, temperature=temperature)
+    check(lambda x, w, t: loss(x, w, t, target), kl_truth(keep, reduction, temperature), X, HEAD, torch.rand(N, V) / V)
+    given = F.one_hot(labels(7), V).float()
+    check(lambda x, w: loss(x, w, given, target),
+          lambda x, w: kl_truth(keep, reduction, temperature)(x, w, given.double()), X, HEAD)  # fmt: skip
+
+
+def test_fused_linear_kl_div_stores_no_logits(monkeypatch):
+    monkeypatch.setattr(chunked, "CHUNK", 4 * V)
+    kept, products, target = [], [], torch.rand(N, V)
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, w: products.append(len(x)) or linear(x, w))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        loss = LigerFusedLinearKLDivLoss()(X.clone().requires_grad_(), HEAD, target)
+    mine = target.untyped_storage().data_ptr()
+    assert not [t for t in kept if t.shape[-1:] == (V,) and t.untyped_storage().data_ptr() != mine]
+    loss.backward()
+    assert products == [4] * 6
+
+
+def test_fused_linear_kl_div_of_bf16():
+    x, weight, target = X.bfloat16().requires_grad_(), HEAD.bfloat16(), LOG_P.exp().bfloat16()
+    every = torch.ones(N, dtype=torch.bool)
+    truth = kl_truth(every, "batchmean", 1.0)(*(t.detach().double() for t in (x, weight, target)))
+    with torch.autocast("cpu", torch.bfloat16):
+        under = LigerFusedLinearKLDivLoss()(x.float(), weight.float(), target)
+    for loss in (LigerFusedLinearKLDivLoss()(x, weight, target), under):
+        assert loss.dtype == torch.float32 and (loss - truth).abs() < 0.01 * truth
+
+
+# All of them
+
+
 def test_without_any_label_the_loss_is_zero():
-    none = torch.full((N,), -100)
-    log_q, log_p = random(N, V).log_softmax(-1), random(N, V, seed=1).log_softmax(-1)
-    more = dict(return_z_loss=True, return_token_accuracy=True)
+    none, more = torch.full((N,), -100), dict(return_z_loss=True, return_token_accuracy=True)
     outputs = [
-        LigerCrossEntropyLoss(torch.ones(V), **more)(log_q.requires_grad_(), none),
-        LigerFusedLinearCrossEntropyLoss(torch.ones(V), **more)(random(V, H).requires_grad_(), random(N, H), none),
+        LigerCrossEntropyLoss(torch.ones(V), **more)(LOGITS.clone().requires_grad_(), none),
+        LigerFusedLinearCrossEntropyLoss(torch.ones(V), **more)(HEAD.clone().requires_grad_(), X, none),
     ]
     assert all(x.loss == x.z_loss == x.token_accuracy == 0 for x in outputs)
-    losses = [LigerJSD()(log_q, log_p, none), LigerTVDLoss()(log_q.exp(), log_p.exp(), none)]
+    losses = [LigerJSD()(LOG_Q, LOG_P, none), LigerTVDLoss()(LOG_Q.exp(), LOG_P.exp(), none)]
     losses.append(LigerFusedLinearJSD()(**heads(), shift_labels=none))
-    assert all(x == 0 for x in losses)
+    x = X.clone().requires_grad_()
+    losses.append(LigerFusedLinearKLDivLoss()(x, HEAD, LOG_P.exp(), none))
+    assert all(loss == 0 for loss in losses) and not torch.autograd.grad(losses[-1], x)[0].any()
 
 
 def test_losses_are_fp32():
-    x, log_p, target = random(N, V).bfloat16(), random(N, V, seed=1).log_softmax(-1).bfloat16(), labels()
-    log_q = x.log_softmax(-1)
-    given = [LigerCrossEntropyLoss()(x, target), LigerKLDIVLoss()(log_q, log_p.exp()), LigerJSD()(log_q, log_p)]
-    given.append(LigerTVDLoss()(log_q.exp(), log_p.exp()))
-    inputs = {k: v.bfloat16() for k, v in heads().items()}
-    fused = LigerFusedLinearCrossEntropyLoss()(inputs["student_weight"], inputs["student_input"], target)
-    assert all(loss.dtype == torch.float32 for loss in [*given, fused, LigerFusedLinearJSD()(**inputs)])
+    log_q, log_p, inputs = LOG_Q.bfloat16(), LOG_P.bfloat16(), heads(torch.bfloat16)
+    losses = [
+        LigerCrossEntropyLoss()(log_q, labels()), LigerKLDIVLoss()(log_q, log_p.exp()), LigerJSD()(log_q, log_p),
+        LigerTVDLoss()(log_q.exp(), log_p.exp()), LigerFusedLinearJSD()(**inputs),
+        LigerFusedLinearCrossEntropyLoss()(inputs["student_weight"], inputs["student_input"], labels()),
+    ]  # fmt: skip
+    assert all(loss.dtype == torch.float32 for loss in losses)
 
 
-def test_a_target_may_have_a_gradient():
-    log_q, log_p = random(N, V).log_softmax(-1), random(N, V, seed=1).log_softmax(-1)
-    assert_same(
-        value_and_grads(LigerKLDIVLoss(reduction="sum"), log_q, log_p.exp()),
-        value_and_grads(nn.KLDivLoss(reduction="sum"), log_q, log_p.exp()),
-    )
-    for loss, formula, sides in (
-        (LigerJSD(0.3), lambda q, p: jsd_of(q, p, 0.3).mean(), (log_q, log_p)),
-        (LigerTVDLoss(), lambda q, p: (q - p).abs().sum() / (2 * N), (log_q.exp(), log_p.exp())),
-    ):
-        assert_same(value_and_grads(loss, *sides), value_and_grads(formula, *sides))
+def test_on_the_kernels(kernels, monkeypatch):
+    test_cross_entropy_and_total_variation_of_each_token(7)
+    test_fused_linear_kl_div("mean", 2.0, True, 5, monkeypatch)
 
 
 def test_losses_of_given_logits_compile_whole():
@@ -381,21 +385,25 @@ def test_losses_of_given_logits_compile_whole():
             self.ce = LigerCrossEntropyLoss(torch.ones(V), return_z_loss=True, lse_square_scale=1e-2, softcap=3.0)
             self.kl, self.jsd, self.tvd = LigerKLDIVLoss(reduction="batchmean"), LigerJSD(0.3), LigerTVDLoss()
 
-        def forward(self, x, log_p):
+        def forward(self, x):
             log_q, output = x.log_softmax(-1), self.ce(x, target)
-            kl, tvd = self.kl(log_q, log_p.exp()), self.tvd(log_q.exp(), log_p.exp())
-            return output.loss + output.z_loss + kl + self.jsd(log_q, log_p, target) + tvd
+            kl, tvd = self.kl(log_q, LOG_P.exp()), self.tvd(log_q.exp(), LOG_P.exp())
+            return output.loss + output.z_loss + kl + self.jsd(log_q, LOG_P, target) + tvd
 
-    losses, x, log_p = Losses(), random(N, V), random(N, V, seed=1).log_softmax(-1)
+    losses = Losses()
     compiled = torch.compile(losses, fullgraph=True, backend="aot_eager")
-    assert_same(value_and_grads(lambda x: compiled(x, log_p), x), value_and_grads(lambda x: losses(x, log_p), x))
+    assert_same(results(compiled, [LOG_Q]), results(losses, [LOG_Q]))
+
+
+def kl(*shapes, **options):
+    return LigerFusedLinearKLDivLoss(**options)(*(torch.rand(shape) for shape in shapes))
 
 
 REFUSED = [
     (lambda: LigerCrossEntropyLoss(reduction="batchmean"), "reduction must be"),
     (lambda: LigerCrossEntropyLoss(label_smoothing=1.0), "label_smoothing must lie"),
     (lambda: LigerCrossEntropyLoss(softcap=0.0), "softcap must be"),
-    (lambda: LigerCrossEntropyLoss(torch.ones(3))(random(N, V), labels()), "weight must have"),
+    (lambda: LigerCrossEntropyLoss(torch.ones(3))(LOGITS, labels()), "weight must have"),
     (lambda: LigerFusedLinearCrossEntropyLoss(reduction="batchmean"), "reduction must be"),
     (lambda: LigerFusedLinearCrossEntropyLoss(label_smoothing=-0.1), "label_smoothing must lie"),
     (lambda: LigerFusedLinearCrossEntropyLoss(return_predicted_tokens=True), "return_predicted_tokens"),
@@ -403,7 +411,7 @@ REFUSED = [
     (lambda: LigerFusedLinearCrossEntropyLoss(torch.ones(V), lse_square_scale=0.1), "ce_weight"),
     (lambda: LigerFusedLinearCrossEntropyLoss(return_z_loss=True, label_smoothing=0.1), "return_z_loss"),
     (lambda: LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.bfloat16), "accum_dtype"),
-    (lambda: LigerFusedLinearCrossEntropyLoss(torch.ones(3))(random(V, H), random(N, H), labels()), "ce_weight must"),
+    (lambda: LigerFusedLinearCrossEntropyLoss(torch.ones(3))(HEAD, X, labels()), "ce_weight must"),
     (lambda: LigerKLDIVLoss(eps=1e-3), "eps must lie"),
     (lambda: LigerKLDIVLoss(reduction="max"), "reduction must be"),
     (lambda: LigerJSD(beta=1.5), "beta must lie"),
@@ -411,6 +419,15 @@ REFUSED = [
     (lambda: LigerFusedLinearJSD(jsd_beta=-0.1), "jsd_beta must lie"),
     (lambda: LigerFusedLinearJSD(temperature=0.0), "temperature must be"),
     (lambda: LigerFusedLinearJSD(accum_dtype=torch.float16), "accum_dtype"),
+    (lambda: LigerFusedLinearKLDivLoss("none"), "reduction must be"),
+    (lambda: LigerFusedLinearKLDivLoss(temperature=0.0), "temperature must be"),
+    (lambda: LigerFusedLinearKLDivLoss(eps=1e-3), "eps must lie"),
+    (lambda: LigerFusedLinearKLDivLoss(accum_dtype=torch.float32), "accum_dtype must be None"),
+    (lambda: kl((N, H), (V, H + 1), (N, V)), "student_input must be"),
+    (lambda: kl((N, H), (V, H), (N, V + 1)), "student_input must be"),
+    (lambda: kl((N, H), (V, H), (1, V)), "student_input must be"),
+    (lambda: kl((N, H), (V, H), (N, V), (N + 1,)), "shift_labels must be"),
+    (lambda: LigerFusedCETVDLoss()(LOGITS, LOGITS, torch.zeros(3, dtype=torch.int64)), "labels"),
 ]
 
 

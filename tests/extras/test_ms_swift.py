@@ -68,7 +68,7 @@ def test_liger_at_once_is_refused(folder):
 )
 def test_what_it_refuses(options, message):
     from liger_trainer.errors import ConfigError
-    from liger_trainer.integrations.ms_swift import register
+    from liger_trainer.extras.integrations.ms_swift import register
 
     with pytest.raises(ConfigError, match=message):
         register(**options)

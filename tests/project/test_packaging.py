@@ -45,7 +45,7 @@ print(json.dumps({
 }))
 """
 
-# argv, as JSON: lists of what may not be imported, and for each the modules to import anew.
+# argv, as JSON: lists of what may not be imported, and for each the modules to import again.
 IMPORT_WITHOUT = """
 import importlib, json, sys
 class Blocker:
@@ -108,15 +108,9 @@ def files_below(folder: str, suffix: str) -> set[str]:
 
 def expected_files() -> set[str]:
     """What a wheel must hold, from what lies in the checkout."""
-    package = ROOT / "liger_trainer"
-    folders = [package, *(folder for folder in package.iterdir() if folder.is_dir() and folder.name not in FOLDERS)]
-    own = {
-        path.relative_to(ROOT).as_posix()
-        for folder in folders
-        for suffix in (".py", ".json", ".jinja", ".typed")
-        for path in (folder.glob(f"*{suffix}") if folder == package else folder.rglob(f"*{suffix}"))
-        if "__pycache__" not in path.parts
-    }
+    paths = (path.relative_to(ROOT) for path in (ROOT / "liger_trainer").rglob("*.*"))
+    kept = (path for path in paths if path.suffix in (".py", ".json", ".jinja", ".typed"))
+    own = {path.as_posix() for path in kept if path.parts[1] not in FOLDERS}
     return own.union(files_below("kernels", ".py"), files_below("recipes", ".py"), files_below("configs", ".yaml"))
 
 
@@ -125,7 +119,7 @@ def modules(folder: str) -> list[str]:
 
 
 def copy_source(target: Path) -> Path:
-    """The files a build reads, links as links. A build writes beside them, so none runs in the checkout."""
+    """The files a build reads, links as links. A build writes next to them, so none runs in the checkout."""
     target.mkdir()
     unwanted = shutil.ignore_patterns("__pycache__")
     for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
@@ -179,19 +173,15 @@ def check_found(found: dict, root: Path) -> None:
     assert found["kernels"] is None or not Path(found["kernels"]).is_relative_to(root)
 
 
-@pytest.mark.parametrize("folder", [*FOLDERS, "tests"])  # pytest would import tests/kernels as `kernels`
-def test_top_level_folders_are_not_packages(folder):
-    assert list((ROOT / folder).rglob("__init__.py")) == []
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_links_are_committed(folder):
-    link = f"liger_trainer/{folder}"
-    assert os.readlink(ROOT / link) == f"../{folder}"
+def test_top_level_folders_are_no_packages_and_links_to_them_are_committed():
+    for folder in (*FOLDERS, "tests"):  # pytest would import tests/kernels as `kernels`
+        assert list((ROOT / folder).rglob("__init__.py")) == []
+    links = [f"liger_trainer/{folder}" for folder in FOLDERS]
+    assert [os.readlink(ROOT / link) for link in links] == [f"../{folder}" for folder in FOLDERS]
     if (ROOT / ".git").exists():
-        git = ["git", "ls-files", "-s", link]
-        listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        assert listed.startswith("120000 "), f"{link} is committed as {listed!r}, not as a link"
+        git = ["git", "ls-files", "-s", *links]
+        listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert len(listed) == 3 and all(line.startswith("120000 ") for line in listed), listed  # as links
 
 
 def test_wheel_holds_every_file_and_nothing_else_and_so_does_that_of_the_sdist(built, tmp_path):
@@ -250,12 +240,12 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
             yield "." * node.level + (node.module or ""), node.lineno
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda p: p.name)
-def test_kernels_import_torch_and_triton_only(path):
-    allowed = {"", "torch", "triton", *sys.stdlib_module_names}  # "": relative
-    for name, line in imports(path):
-        assert name.partition(".")[0] in allowed, f"kernels/{path.name}:{line} imports {name}"
-        assert not name.startswith(".."), f"kernels/{path.name}:{line} imports from outside kernels/"
+def test_kernels_import_torch_and_triton_only():
+    allowed = {"", "torch", "triton", *sys.stdlib_module_names}  # "": relative, from within kernels/
+    for path in (ROOT / "kernels").rglob("*.py"):
+        for name, line in imports(path):
+            wrong = name.startswith("..") or name.partition(".")[0] not in allowed
+            assert not wrong, f"kernels/{path.name}:{line} imports {name}"
 
 
 def test_nobody_imports_the_folders_by_their_bare_names():

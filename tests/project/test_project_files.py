@@ -16,8 +16,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
 MADE = {"start.md", "contributing.md", "changelog.md", "security.md"}  # by docs/mkdocs_hooks.py, from files at the top
-
-
 TEST = 'pip install -e ".[dev]" && pytest'
 DEMO = "liger-trainer run smollm2/distill_pruned"
 
@@ -43,15 +41,14 @@ def test_the_sites_navigation_is_that_of_the_index():
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     nav = [page for page in pages_of(config["nav"]) if page not in MADE and not page.startswith("api/")]
     assert sorted(nav) == sorted(page.relative_to(docs).as_posix() for page in docs.rglob("*.md"))
-    index = re.findall(r"\]\(([\w/.-]+\.md)\)", (docs / "README.md").read_text(encoding="utf-8"))
-    of_results = [f"results/{page}" for page in index_of_results()]
-    listed = [page for page in index if not page.startswith("..") and not page.startswith("results/")]
+    index, of_results = (
+        re.findall(r"\]\(([\w/.-]+\.md)\)", (docs / page).read_text(encoding="utf-8"))
+        for page in ("README.md", "results/README.md")
+    )
+    listed = [page for page in index if not page.startswith(("..", "results/"))]
+    results = [f"results/{page}" for page in ("README.md", *of_results) if "/" not in page]
     assert [page for page in nav if not page.startswith("results/")] == ["README.md", *listed]
-    assert sorted(page for page in nav if page.startswith("results/")) == sorted(["results/README.md", *of_results])
-
-
-def index_of_results() -> list[str]:
-    return re.findall(r"\]\(([\w.-]+\.md)\)", (ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8"))
+    assert sorted(page for page in nav if page.startswith("results/")) == sorted(results)
 
 
 def test_the_hooks_before_a_commit_have_ci_s_ruff():

@@ -7,7 +7,7 @@ import torch
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
-from liger_trainer.cli import main
+from liger_trainer.cli.app import main
 from liger_trainer.teachers.row_keys import documents
 from liger_trainer.trainers.capture import capture
 from liger_trainer.trainers.row_preparation import prepare_rows

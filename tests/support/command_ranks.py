@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 
-from liger_trainer.cli import main
-from liger_trainer.run import output_dir
+from liger_trainer.cli.app import main
+from liger_trainer.run import recipe
 from liger_trainer.run import train_loop as stopping
 
 
@@ -26,7 +26,7 @@ if __name__ == "__main__":
     name, *words = sys.argv[1:]
     if name != "none" and os.environ["RANK"] == "1":
         send_in_step_2(getattr(signal, name))
-    output_dir._report = lambda *arguments: None
+    recipe._report = lambda *arguments: None
     try:
         main(words)
     except SystemExit as ended:

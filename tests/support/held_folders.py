@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from liger_trainer.common.folder_lock import folder_lock
+from liger_trainer.common.files import folder_lock
 
 
 @contextmanager

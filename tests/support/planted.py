@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from liger_trainer.common.zero3 import share_of
+from liger_trainer.compat.deepspeed import share_of
 
 PLACES = ("loss", "gradient", "weight", "batch", "teacher")
 

@@ -42,7 +42,7 @@ def keep_as_imported() -> None:
 
 
 def run_on(count: int, script: str, *arguments: Any, timeout: float = 300, gpus: bool = False) -> list[str]:
-    """Run tests/support/`script` in `count` processes, each on a GPU of its own if `gpus`; return what each printed.
+    """Run tests/support/`script` in `count` processes, each on another GPU if `gpus`; return what each printed.
 
     Raises:
         AssertionError: one of them failed; it shows what they printed.
@@ -68,6 +68,21 @@ def run_on(count: int, script: str, *arguments: Any, timeout: float = 300, gpus:
         printed = [log.read_text() if log.is_file() else "" for log in logs]
         assert codes == [0] * count, f"{codes}\n" + "\n".join(printed)
         return printed
+
+
+def outcome_of(count: int, script: str, *arguments: Any, **how: Any) -> Any:
+    """Run a script that gets a file before its arguments, and return what it has put there by `finish`."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "results.pt")
+        run_on(count, script, file, *arguments, **how)
+        return torch.load(file)
+
+
+def finish(results: Any, file: str | Path) -> None:
+    """The end of a script: what the first process has found is kept."""
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, file)
+    torch.distributed.destroy_process_group()
 
 
 def _run_all(method: str, jobs: list[tuple], timeout: float) -> list[int | None]:

@@ -1,123 +1,34 @@
-"""What libraries and our patcher find out anew for each trainer, found out once in a process, with the same results."""
+"""What libraries find out again for each trainer, found out once in a process, with the same results."""
 
 import functools
 import importlib.metadata
-import inspect
 import sys
-from collections.abc import Callable, Hashable
-from types import CodeType
 from typing import Any
-
-import torch
-from dill import detect
-from torch import nn
-
-_WORDS = (str, int, float, bool, bytes, type(None))
 
 
 def install() -> None:
-    """accelerate and TRL read packages' metadata whenever they ask what is installed, and dill, with which datasets
-    hashes the functions that it maps, disassembles each. A seed for devices that are not there is kept with a stack of
-    calls, in case that one comes."""
-    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
-    importlib.metadata.version = functools.cache(importlib.metadata.version)
-    importlib.metadata.packages_distributions = functools.cache(importlib.metadata.packages_distributions)
-    nested_globals = detect.nestedglobals
-    of_code = functools.cache(lambda code: nested_globals(code))
-
-    def quick(func, recurse=True):
-        return of_code(func) if recurse and isinstance(func, CodeType) else nested_globals(func, recurse)
-
-    detect.nestedglobals = quick
-    devices: list[Any] = [torch.cuda, torch.xpu, torch.mtia]
-    for device in devices:
-        if not device.is_available():
-            device.manual_seed = device.manual_seed_all = lambda seed: None
+    """accelerate and TRL read packages' metadata whenever they ask what is installed."""
+    for name in ("metadata", "version", "packages_distributions"):
+        setattr(importlib.metadata, name, functools.cache(getattr(importlib.metadata, name)))
 
 
 def install_in_imported() -> None:
     """In what the tests have imported; no test pays for libraries that it does not use."""
-    for name, quicken in _QUICKENED.items():
-        if name in sys.modules:
-            quicken(sys.modules[name])
+    found = {name: sys.modules.get(name) for name in ("datasets", "accelerate.utils.imports", "typer.main")}
+    datasets, imports, typer = found.values()
+    if datasets is not None:
+        _quicken_datasets()
+    if imports is not None:
+        imports._is_package_available = functools.cache(imports._is_package_available)
+    if typer is not None:  # each call of the command line builds the parsers of all commands
+        typer.get_command = functools.cache(typer.get_command)
 
 
-def _quicken_datasets(datasets: Any) -> None:
+def _quicken_datasets() -> None:
     """A transform's function is pickled, with all that it refers to, for a fingerprint: the name of a file with the
-    result, if an earlier process has made one. None has in a test. Each copy of a dataset copies its columns' types,
-    which nothing changes."""
+    result, if an earlier process has made one. None has in a test."""
     fingerprint: Any = sys.modules["datasets.fingerprint"]
     dataset: Any = sys.modules["datasets.arrow_dataset"]
     for module in (fingerprint, dataset):
         module.update_fingerprint = lambda *_: fingerprint.generate_random_fingerprint()
     dataset.generate_fingerprint = lambda _: fingerprint.generate_random_fingerprint()
-    datasets.Value.__deepcopy__ = lambda self, memo: self
-    datasets.Features.__deepcopy__ = _copy_of_columns
-    for transform in vars(datasets.Dataset).values():
-        while inspect.isfunction(transform):
-            transform.__signature__ = inspect.signature(transform)
-            transform = getattr(transform, "__wrapped__", None)
-
-
-def _copy_of_columns(features: Any, memo: dict) -> Any:
-    copied = type(features).__new__(type(features))
-    dict.update(copied, features)
-    vars(copied).update({name: dict(value) for name, value in vars(features).items()})
-    return copied
-
-
-def _quicken_imports(imports: Any) -> None:
-    imports._is_package_available = functools.cache(imports._is_package_available)
-
-
-def _quicken_transport(transport: Any) -> None:
-    """Each client reads all certificates of this machine."""
-    transport.create_ssl_context = functools.cache(transport.create_ssl_context)
-
-
-def _quicken_templates(environment: Any) -> None:
-    """Each trainer compiles the template of its model card."""
-    environment.Environment.compile = functools.lru_cache(maxsize=100)(environment.Environment.compile)
-
-
-def _quicken_commands(typer: Any) -> None:
-    """Each call of the command line builds the parsers of all commands."""
-    typer.get_command = functools.cache(typer.get_command)
-
-
-_QUICKENED = {
-    "datasets": _quicken_datasets, "accelerate.utils.imports": _quicken_imports,
-    "jinja2.environment": _quicken_templates, "httpx._transports.default": _quicken_transport,
-    "typer.main": _quicken_commands,
-}  # fmt: skip
-
-
-def proved_once(once_for_equal_layers: Callable) -> Callable:
-    """Have the patcher prove its rules once for equal layers of all models, not of one: the tests' are mostly alike."""
-
-    def of_one_model(prove: Callable, *key: Callable) -> Callable:
-        def kept(module: nn.Module) -> Any:
-            kinds, words = _settings(module)
-            if " at 0x" in words:  # an object that only this model has
-                return prove(module)
-            if (prove, kinds, words) not in _PROVED:
-                _PROVED[prove, kinds, words] = prove(module)
-            return _PROVED[prove, kinds, words]
-
-        return once_for_equal_layers(kept, *key)
-
-    return of_one_model
-
-
-def _settings(module: nn.Module) -> tuple[tuple, str]:
-    """All that a layer's forward reads, of its tensors the shapes."""
-    kinds = tuple((name, type(each), type(each).forward) for name, each in module.named_modules())
-    words = [(k, x if isinstance(x, _WORDS) else (type(x), getattr(x, "__dict__", x)))
-             for each in module.modules() for k, x in vars(each).items() if k not in _BARE]  # fmt: skip
-    named = [*module.named_parameters(), *module.named_buffers()]
-    tensors = [(type(x), name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in named]
-    return kinds, str((words, tensors))
-
-
-_BARE = frozenset(vars(nn.Module()))
-_PROVED: dict[Hashable, Any] = {}

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ from caches import files_of
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
+from processes import finish
 from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -55,7 +55,7 @@ SPLITS = [
     ("ce", 1),
     ("kd", 1),
 ]  # in two processes, with accumulation
-# The others are slow, which two processes of FSDP2 take by default: see engines/trained_steps.py.
+# The others are slow, which two processes of FSDP2 take by default: see engines/test_trained_steps.py.
 QUICK = [
     *((objective, 2) for objective in ("ce", "kd", "mix", "hidden", "on_policy", "seq_kd", "self", "weighted")),
     ("kd", 1),
@@ -218,6 +218,4 @@ if __name__ == "__main__":
         evaluated = name not in STOCK  # which lose DDP then
         results[name, accumulation] = one_step(name, 4 // accumulation, accumulation, evaluated=evaluated)
     assert torch.distributed.get_world_size() == 2
-    if os.environ["RANK"] == "0":
-        torch.save(results, sys.argv[1])
-    torch.distributed.destroy_process_group()
+    finish(results, sys.argv[1])

@@ -17,7 +17,7 @@ from trainings import a_teacher, assert_same_step, step
 from liger_trainer.errors import ConfigError, CorruptError, LigerTrainerError
 from liger_trainer.patching.packing.documents import padded_on_the_right
 from liger_trainer.patching.patcher import patch, patched_record
-from liger_trainer.teachers.cache.hidden import HEAD, HiddenFormat
+from liger_trainer.teachers.cache.records import HEAD, HiddenFormat
 from liger_trainer.teachers.cache.store import INDEX, TeacherCache, read_index
 from liger_trainer.teachers.row_keys import row_key
 from liger_trainer.trainers import capture as cache_capture

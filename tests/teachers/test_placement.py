@@ -12,11 +12,11 @@ from trl import SFTConfig
 from liger_trainer import DistillationCallback, LigerDistillConfig
 from liger_trainer.errors import ConfigError
 from liger_trainer.kernels.types import Lora
-from liger_trainer.losses.deferred_logits import DeferredLogits, Forward
+from liger_trainer.losses.deferred_logits import DeferredLogits, DeferredPass
 from liger_trainer.losses.model_parts import Head
 from liger_trainer.run.samples import Prompt, complete
 from liger_trainer.teachers.cache.store import TeacherCache
-from liger_trainer.teachers.placement import Carrier, check_processes
+from liger_trainer.teachers.model import LogitsMover, check_processes
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 LOSSES = [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.3}]
@@ -83,7 +83,7 @@ def test_what_quantisation_asks_of_transformers(monkeypatch, bits, bf16):
         seen.update(kwargs)
         return tiny_model("phi"), {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
 
-    monkeypatch.setattr("liger_trainer.teachers.placement.create_model_from_path", create_model_from_path)
+    monkeypatch.setattr("liger_trainer.teachers.model.create_model_from_path", create_model_from_path)
     make("some/teacher", bf16=bf16, **{f"teacher_load_in_{bits}bit": True})
     quantization = seen["quantization_config"]
     assert quantization.load_in_4bit == (bits == 4) and quantization.load_in_8bit == (bits == 8)
@@ -97,7 +97,7 @@ def test_without_bitsandbytes(monkeypatch):
     def create_model_from_path(path, **kwargs):
         raise ImportError("Using `bitsandbytes` 4-bit quantization requires bitsandbytes")
 
-    monkeypatch.setattr("liger_trainer.teachers.placement.create_model_from_path", create_model_from_path)
+    monkeypatch.setattr("liger_trainer.teachers.model.create_model_from_path", create_model_from_path)
     with pytest.raises(ConfigError, match="The teacher some/teacher cannot be loaded as asked for: .*requires bitsand"):
         make("some/teacher", teacher_load_in_4bit=True)
 
@@ -106,8 +106,10 @@ def test_what_is_carried_to_another_device():
     """The meta device stands for another one: what is there is whole, and the head goes there once."""
     weight, bias, a, b = torch.randn(7, 4), torch.randn(7), torch.randn(2, 4), torch.randn(7, 2)
     head = Head(weight, bias, (Lora(a, b, 0.5),))
-    logits = DeferredLogits(torch.randn(2, 3, 4), head, lambda h: h @ weight.T, Forward("tiny", False), capped=True)
-    carry, meta = Carrier(), torch.device("meta")
+    logits = DeferredLogits(
+        torch.randn(2, 3, 4), head, lambda h: h @ weight.T, DeferredPass("tiny", False), capped=True
+    )
+    carry, meta = LogitsMover(), torch.device("meta")
     first, second = carry(logits, meta), carry(logits, meta)
     for x in (first.hidden, first.head.weight, first.head.bias, *first.head.lora[0][:2]):
         assert x.device == meta

@@ -16,9 +16,9 @@ from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import check_student, open_model
 from liger_trainer.run.samples import held_out_prompts
 from liger_trainer.tools.preview import preview
-from liger_trainer.trainers import chat_checks
-from liger_trainer.trainers.chat_checks import check_chats
+from liger_trainer.trainers import chat_template as chat_checks
 from liger_trainer.trainers.chat_rows import in_messages, split_last
+from liger_trainer.trainers.chat_template import check_chats
 from liger_trainer.trainers.row_preparation import prepare_rows
 
 SETTINGS = """

@@ -14,7 +14,7 @@ from trl.experimental.gkd import GKDConfig
 
 from liger_trainer import DistillationCallback, LigerConfig, LigerDistillConfig, LigerTrainer
 from liger_trainer.trainers import config as sft_config
-from liger_trainer.trainers.best_metric import greater_is_better, is_neither
+from liger_trainer.trainers.options import greater_is_better, is_neither
 
 KD, SFT = LigerDistillConfig, LigerConfig
 KL, CE = {"type": "forward_kl"}, {"type": "ce"}

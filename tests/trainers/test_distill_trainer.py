@@ -313,7 +313,7 @@ def test_what_reaches_the_loading_of_a_teacher(monkeypatch, bf16, dtype):
         seen.update(path=path, **kwargs)
         return tiny_model("phi"), {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
 
-    monkeypatch.setattr("liger_trainer.teachers.placement.create_model_from_path", create_model_from_path)
+    monkeypatch.setattr("liger_trainer.teachers.model.create_model_from_path", create_model_from_path)
     options = {"teacher_model_revision": "v2", "teacher_model_init_kwargs": {"attn_implementation": "eager"}}
     distill(teacher="some/teacher", bf16=bf16, **options)
     assert seen == {

@@ -13,7 +13,7 @@ from trl import SFTConfig, chat_template_utils
 
 from liger_trainer import LigerConfig
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.trainers.message_marks import marked_template, template_for_training
+from liger_trainer.trainers.chat_template import marked_template, template_for_training
 
 TEMPLATES = {
     name.removesuffix("_chat_template"): template

@@ -9,10 +9,9 @@ from tiny import WORDS, tiny_tokenizer
 
 from liger_trainer import LigerConfig
 from liger_trainer.errors import DataError
-from liger_trainer.run.data.json_rows import as_written
-from liger_trainer.trainers.chat_checks import check_chats, fit_arguments, fitting
-from liger_trainer.trainers.chat_rows import datasets_in_messages, in_messages, split_last
-from liger_trainer.trainers.messages import as_json, is_plain
+from liger_trainer.run.data.sources import as_written
+from liger_trainer.trainers.chat_rows import as_json, datasets_in_messages, in_messages, is_plain, split_last
+from liger_trainer.trainers.chat_template import check_chats, fit_arguments, fitting
 
 ASKED = {"role": "user", "content": "w1"}
 MARKED = (

@@ -16,12 +16,12 @@ from trainings import distill, sft
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from liger_trainer import LigerDistillConfig
-from liger_trainer.cli import main
+from liger_trainer.cli.app import main
 from liger_trainer.common.checkpoints import MANIFEST, TRAINER_STATE, WITH_MANIFEST, checkpoints_in
 from liger_trainer.common.files import STATE
 from liger_trainer.errors import ConfigError
 from liger_trainer.trainers.capture import capture
-from liger_trainer.trainers.resume_check import KEY
+from liger_trainer.trainers.checkpoint_guard import KEY
 
 RUN = """
 model_name_or_path: student

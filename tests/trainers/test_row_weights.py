@@ -20,9 +20,7 @@ from trainings import distill, logged, sft, trained, weights_of
 from liger_trainer import LigerConfig
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.extras.cross_tokenizer.uld import UldAnswer
-from liger_trainer.losses.cross_entropy import cross_entropy_loss
-from liger_trainer.losses.dense import DenseAnswer
-from liger_trainer.losses.sparse import SparseAnswer, TokenTargets
+from liger_trainer.losses.answers import DenseAnswer, SparseAnswer, TokenTargets, cross_entropy_loss
 from liger_trainer.losses.spec import BatchTargets, Distillation, LossOptions, TokenWeights
 
 N = 12

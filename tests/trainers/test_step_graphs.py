@@ -16,8 +16,8 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import LigerConfig, LigerTrainer
-from liger_trainer.common.module_walks import without_walks
 from liger_trainer.common.replacements import Replacements
+from liger_trainer.compat.modules import without_walks
 from liger_trainer.errors import ConfigError
 from liger_trainer.losses.spec import IGNORE_INDEX
 from liger_trainer.trainers import step_graphs
@@ -36,6 +36,47 @@ def test_without_a_gpu_auto_does_nothing_and_always_is_refused():
     with pytest.raises(ConfigError, match="cuda_graphs: always does not go with this training: the device is cpu"):
         trainer.train()
     assert not {"train", "zero_grad"} & set(vars(trainer.model))
+
+
+class SeesDDP(TrainerCallback):
+    """Notes what accelerate would give DistributedDataParallel."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        handler = self.trainer.accelerator.ddp_handler
+        self.seen = handler.gradient_as_bucket_view, handler.find_unused_parameters
+
+
+class LearnsFromHiddenStates(LigerTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        read = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+        return model(**read, output_hidden_states=True).hidden_states[-1].float().square().mean()
+
+
+@pytest.mark.parametrize(
+    "make, searches",
+    {
+        "every weight has a gradient": (lambda: sft(), False),
+        "adapters": (lambda: sft(peft_config=LoraConfig(target_modules="all-linear")), False),
+        "the user decides": (lambda: sft(ddp_find_unused_parameters=True), True),
+        "experts": (lambda: sft(tiny_model("mixtral", output_router_logits=False)), True),
+        "another loss": (lambda: sft(cls=LearnsFromHiddenStates), True),
+        "hidden states alone": (lambda: distilled([{"type": "hidden_mse"}]), True),
+        "hidden states and labels": (lambda: distilled([{"type": "hidden_mse"}, {"type": "ce"}]), False),
+    }.values(),
+)
+def test_ddp_looks_for_weights_without_gradient_only_where_there_may_be_some(make, searches):
+    trainer, sees = make(), SeesDDP()
+    sees.trainer = trainer
+    trainer.add_callback(sees)
+    trainer.train()
+    assert sees.seen == (True, searches)
+    assert not trainer.accelerator.ddp_handler.gradient_as_bucket_view  # only for the training
+
+
+def distilled(losses):
+    return trainings.distill(
+        tiny_model("qwen3"), tiny_model("qwen3", seed=1), completions(), losses=losses, max_steps=1
+    )
 
 
 def test_floating_point_operations_are_those_of_trl():

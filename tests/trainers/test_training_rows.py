@@ -14,7 +14,7 @@ from trainings import logged, sft, trained
 from transformers import Trainer
 
 from liger_trainer import LigerTrainer
-from liger_trainer.trainers.training_rows import EndlessStream
+from liger_trainer.trainers.loaders import EndlessStream
 
 ROWS = Dataset.from_list([{"prompt": WORDS[i], "completion": f" {WORDS[i + 24]}" * (i % 9 + 1)} for i in range(24)])
 

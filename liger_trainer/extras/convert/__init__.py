@@ -13,11 +13,10 @@ from typing import Any
 
 import yaml
 
-from ...common.value_rules import complaints, read
+from ...common.options import complaints, read
 from ...config.conflicts import FORMER, GONE, renamed
 from ...config.schema import SECTIONS, shipped_schema
-from ...config.settings import Finding, Setting, in_order
-from ...config.yaml_reader import read_settings
+from ...config.yaml_reader import Finding, Setting, in_order, read_settings
 from ...errors import ConfigError
 from ...trainers.options import ELSEWHERE
 

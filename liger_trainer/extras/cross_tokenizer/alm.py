@@ -11,10 +11,9 @@ from torch import Tensor
 from ...kernels.linear_alm import linear_alm, stored_alm
 from ...kernels.linear_log_probs import linear_log_probs, stored_log_probs
 from ...kernels.types import RowSelection
+from ...losses.answers import stored
 from ...losses.deferred_logits import DeferredLogits
-from ...losses.dense import stored
-from ...losses.spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions
-from ...losses.teacher_answer import BatchLoss, TeacherAnswer
+from ...losses.spec import IGNORE_INDEX, BatchLoss, BatchTargets, Logits, LossOptions, TeacherAnswer
 
 
 class AlmAnswer(TeacherAnswer):

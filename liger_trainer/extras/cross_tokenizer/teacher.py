@@ -98,11 +98,11 @@ class CrossTokenizerTeacher(ModelTeacher):
         numbered = dataset.add_column(ROW, list(range(len(dataset))))  # pyright: ignore[reportCallIssue]
         # unpacked at first: rows are aligned one by one
         prepared = prepare(numbered, False)
-        self.rows.add(self._beside(prepared, numbered, name, formatting_func), name)
+        self.rows.add(self._aligned_with_teacher(prepared, numbered, name, formatting_func), name)
         prepared = prepared.remove_columns(ROW)
         return prepare(prepared, True) if packing else prepared
 
-    def _beside(self, prepared: Dataset, raw: Dataset, name: str, formatting_func: Any) -> Dataset:
+    def _aligned_with_teacher(self, prepared: Dataset, raw: Dataset, name: str, formatting_func: Any) -> Dataset:
         """Return, for each prepared row, its tokens and labels and what the teacher reads in its place."""
         theirs = self._read_by_teacher(raw.select(prepared[ROW]), formatting_func).select_columns(
             ["input_ids", "labels", ROW]

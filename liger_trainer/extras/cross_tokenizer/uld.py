@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.linear_uld import linear_uld, stored_uld, uld_reference
+from ...losses.answers import stored
 from ...losses.deferred_logits import DeferredLogits
-from ...losses.dense import stored
-from ...losses.spec import IGNORE_INDEX, BatchTargets, Distillation, Logits, LossOptions
-from ...losses.teacher_answer import BatchLoss, TeacherAnswer
+from ...losses.spec import IGNORE_INDEX, BatchLoss, BatchTargets, Distillation, Logits, LossOptions, TeacherAnswer
 
 
 @dataclass(frozen=True)

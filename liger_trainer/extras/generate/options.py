@@ -8,17 +8,19 @@ from typing import Any, get_args
 from ...common.options import (
     HTTP,
     OptionValues,
+    Rule,
     check_options,
     clashes,
+    complaints,
     conflicts_of,
     declared,
+    did_you_mean,
     given,
     limits_of,
     option,
+    read,
 )
-from ...common.value_rules import Rule, complaints, did_you_mean, read
-from ...config.settings import DROPPED
-from ...config.yaml_reader import parse_overrides
+from ...config.yaml_reader import DROPPED, parse_overrides
 from ...errors import ConfigError
 
 DRAWN_ROWS = 1000

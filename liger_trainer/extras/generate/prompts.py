@@ -16,8 +16,8 @@ from ...run.data.datasets import load_run_datasets
 from ...run.data.row_checks import BadRows
 from ...run.data.sources import load_source
 from ...teachers.fingerprints import rows_fingerprint
-from ...trainers.chat_checks import fitting
 from ...trainers.chat_rows import NO_ANSWERS, in_messages
+from ...trainers.chat_template import fitting
 from ...trainers.rows import text_prompt_ids
 from .options import GenerateOptions
 from .sieve import Sample, grams_of

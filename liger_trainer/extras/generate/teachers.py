@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from ...common.adapters import load_merged
+from ...common.weights import load_merged
 from ...errors import ConfigError
 from ...secrets import remember_settings
 from ...teachers.connection import Connection, ConnectionOptions, key_in
 from ...teachers.fingerprints import sampled_fingerprint
+from ...trainers.rows import AllowedIds
 from ...trainers.samplers import ModelSampler, end_tokens
-from ...trainers.token_ids import Writable
 from .options import GenerateOptions
 
 Tokens = list[int]
@@ -53,7 +53,7 @@ class LocalTeacher:
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         _check_context(self._model, options)
-        self._writable = Writable(max(tokenizer.get_vocab().values()) + 1)
+        self._writable = AllowedIds(max(tokenizer.get_vocab().values()) + 1)
 
     @property
     def fingerprint(self) -> str | None:

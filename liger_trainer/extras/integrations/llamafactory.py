@@ -22,7 +22,7 @@ from torch import Tensor
 from ...common.console import announce
 from ...common.replacements import Replacements
 from ...errors import ConfigError
-from ...losses.scored_logits import ScoredLogits, scored_logits
+from ...losses.deferring_head import ScoredLogits, scored_logits
 from ...patching.patcher import PatchOptions, base_of, patch, patched_record
 
 try:

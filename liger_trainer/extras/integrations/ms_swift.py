@@ -19,7 +19,7 @@ from liger_trainer.common.console import announce
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.errors import ConfigError
 from liger_trainer.losses.deferred_logits import DeferredLogits
-from liger_trainer.losses.lazy_logits import LazyLogits
+from liger_trainer.losses.deferring_head import LazyLogits
 from liger_trainer.patching.patcher import Patched, PatchOptions, patch
 from liger_trainer.trainers.distill_callback import DistillationCallback
 

@@ -20,10 +20,10 @@ from ...config.conflicts import STUDENT_KEYS, init_student_conflicts, is_sharded
 from ...errors import ConfigError, NonFiniteError
 from ...run.data.datasets import RunData, load_run_datasets
 from ...run.drop_layers import drop_layers, kept_indices
-from ...run.environment import versions
-from ...run.metric_rows import DISTILL_ROWS
+from ...run.launch import versions
 from ...run.models import ModelFiles, check_student, load_original, open_model, with_processor
-from ...run.output_dir import check_writable
+from ...run.reports.tables import DISTILL_ROWS
+from ...run.results import check_writable
 from ...trainers.distill_trainer import LigerDistillTrainer
 from ...trainers.row_preparation import Preparation
 from .elimination import LeftOut, eliminate_layers

@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from ...common.console import announce
-from ...common.hooks import is_hooked
-from ...common.module_walks import parameter_places
 from ...common.replacements import Replacements
+from ...compat.modules import is_hooked, parameter_places
 from ...errors import ConfigError
 from ...losses.model_parts import decoder_layers
 from .layer_graphs import (

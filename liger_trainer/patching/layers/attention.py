@@ -1,9 +1,9 @@
 """Rotary functions of attention, together with the norms of its queries and keys.
 
 An attention is a module with a method that calls a global function of cosines and sines. That function is proved
-(rotary.py), and the instance gets a copy of the method that calls ours (rebind_globals.py). Where every path through
-the method's code rotates what its norms of queries and keys return, and both are proved RMSNorms, the norms wait for
-the rotation and run with it in one launch (deferred_norm.py).
+(rotary.py), and the instance gets a copy of the method that calls ours (`rebound` of compat/code_objects.py). Where
+every path through the method's code rotates what its norms of queries and keys return, and both are proved RMSNorms,
+the norms wait for the rotation and run with it in one launch (deferred_norm.py).
 """
 
 import functools
@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 
 from ...common.replacements import Replacements
+from ...compat.code_objects import always_reads_after, globals_read, inner_functions, rebound
 from .. import structure
 from ..options import PatchOptions, PatchReport
-from ..rebind_globals import always_reads_after, globals_read, inner_functions, rebound
 from .deferred_norm import can_wait, deferring_forward
 from .norms import NormRule, once_for_equal_widths, prove_norm
 from .rotary import is_rotary, layouts_of, prove_rotary, replacement, takes_one

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.hooks import is_hooked
+from ...compat.modules import is_hooked
 from ...kernels.qk_norm_rope import qk_norm_rope
 from .norms import NormRule
 

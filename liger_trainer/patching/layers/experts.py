@@ -20,8 +20,8 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
-from ...common.hooks import is_called
 from ...common.replacements import Replacements
+from ...compat.modules import is_called
 from ...kernels.gated_linear import gated_reference
 from ...kernels.lora_experts import StackedProjection, lora_experts, lora_experts_reference
 from ...kernels.types import Gate

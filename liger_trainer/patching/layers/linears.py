@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...common.hooks import is_called, is_hooked
 from ...common.replacements import Replacements
+from ...compat.modules import is_called, is_hooked
 from ...kernels.activation_linear import activation_linear
 from ...kernels.gated_linear import gated_linear
 from ...kernels.geglu import geglu

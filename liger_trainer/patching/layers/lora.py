@@ -22,8 +22,8 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
-from ...common.hooks import is_called, is_hooked
 from ...common.replacements import Replacements
+from ...compat.modules import is_called, is_hooked
 from ...kernels.lora_linear import lora_linear, lora_linear_reference
 from ...kernels.lora_linears import lora_linears
 from ...kernels.lora_mlp import lora_mlp

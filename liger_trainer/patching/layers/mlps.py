@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.hooks import is_called
 from ...common.replacements import Replacements
+from ...compat.modules import is_called
 from ...errors import ConfigError
 from ...kernels.activation_linear import activation_reference
 from ...kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference

@@ -11,12 +11,14 @@ from typing import Any
 from ... import __version__
 from ...common.files import refuse_links, write_atomically
 from ...secrets import redact
-from ..metric_rows import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow
-from .curves import SERIES, axes_of, points, reading
-from .drawing import Drawing, draw
-from .read_run import RunRecord, Sample, names
+from .drawing import SERIES, Drawing, axes_of, draw, points, reading
+from .read_run import Completion, RunRecord, names
 from .tables import (
+    DISTILL_ROWS,
+    OTHER_TOKENS_ROWS,
+    SFT_ROWS,
     Grid,
+    MetricRow,
     before_and_after,
     best_of,
     change,
@@ -42,11 +44,10 @@ from .tables import (
     training_facts,
 )
 
-# What a run achieved, in sentences: how the held-out rows changed, and what the student is beside its teacher.
+# What a run achieved, in sentences: how the held-out rows changed, and how the student compares with its teacher.
 
 
-HARDLY = 0.005
-"""A relative change below this is called none: a rerun with another seed moves as much."""
+HARDLY = 0.005  # a relative change below this is called none: a rerun with another seed moves as much
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Section:
 
 
 def write_report(runs: Sequence[RunRecord], output: Path) -> Path:
-    """Write the report and, beside it, the curves: to `plots/`, or to `NAME_plots/` for a report called NAME.html.
+    """Write the report and, next to it, the curves: to `plots/`, or to `NAME_plots/` for a report called NAME.html.
 
     Raises:
         ConfigError: the report is to lie in a run's folder, in which a link leads elsewhere.
@@ -314,7 +315,7 @@ def _samples(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[dict[
     """Yield each prompt with the texts of every run; a text that all runs share (teacher, before) appears once."""
     prompts = dict.fromkeys(sample.prompt for run in runs for sample in run.completions)
     for prompt in prompts:
-        samples: list[tuple[int, Sample]] = []
+        samples: list[tuple[int, Completion]] = []
         for index, run in enumerate(runs):
             samples += [(index, sample) for sample in run.completions if sample.prompt == prompt][:1]
         answers = []

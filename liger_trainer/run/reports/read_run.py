@@ -10,16 +10,15 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...common.checkpoints import checkpoints_in
-from ...common.files import CONFIG, METRICS, STATE
+from ...common.files import BEFORE, CONFIG, METRICS, STATE
 from ...errors import ConfigError, CorruptError
-from ..checkpoints import BEFORE
 
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class Sample(_Record):
+class Completion(_Record):
     """A held-out prompt and its completions."""
 
     prompt: str
@@ -37,7 +36,7 @@ class SetTo(_Record):
 
 
 class Patch(_Record):
-    """Layers that were swapped in a model (kind: instances), and left alone (name: reason)."""
+    """Layers that were swapped in a model (kind: instances), and those that were not (name: reason)."""
 
     model: str
     swapped: dict[str, int]
@@ -53,29 +52,23 @@ class RunRecord(_Record):
 
     path: Path
     finished: bool
-    steps: int
-    """taken; of an unfinished run, at its newest checkpoint"""
+    steps: int  # taken; of an unfinished run, at its newest checkpoint
     max_steps: int | None = None
     recipe: str | None = None
-    config: str | None = None
-    """the name of the configuration that was run"""
-    config_text: str = ""
-    """config.yaml"""
-    effective: dict[str, Any] = {}
-    """every key with its value, defaults included"""
-    settings: dict[str, SetTo] = {}
-    """what differs from the defaults; of an unfinished run, what config.yaml sets"""
+    config: str | None = None  # the name of the configuration that was run
+    config_text: str = ""  # config.yaml
+    effective: dict[str, Any] = {}  # every key with its value, defaults included
+    settings: dict[str, SetTo] = {}  # what differs from the defaults; of an unfinished run, what config.yaml sets
     log_history: list[dict[str, Any]] = []
     before: dict[str, float] = {}
     after: dict[str, float] = {}
-    completions: list[Sample] = []
+    completions: list[Completion] = []
     data: dict[str, Any] = {}
     rows: dict[str, dict[str, int]] = {}
     training: dict[str, Any] = {}
     seconds: dict[str, float] = {}
     patched: dict[str, Patch] = {}
-    models: dict[str, dict[str, Any]] = {}
-    """student and teacher: parameters, dtype, tokens_per_second"""
+    models: dict[str, dict[str, Any]] = {}  # student and teacher: parameters, dtype, tokens_per_second
     versions: dict[str, str] = {}
     environment: dict[str, Any] = {}
     finished_at: str | None = None

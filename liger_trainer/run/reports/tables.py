@@ -2,14 +2,65 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
-from ..metric_rows import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow, shown_rows
+from ...config.yaml_reader import inline
 from .read_run import RunRecord, number
+
+# The held-out metrics of a run, by name and in words. Imports nothing.
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """A line of the table: a metric of `trainer.evaluate()` without its prefix, and how it is shown."""
+
+    metric: str
+    title: str
+    digits: int = 3
+    better: str | None = None  # "lower", "higher" or None
+
+
+SFT_ROWS = (
+    MetricRow("loss", "loss (nats/token)", better="lower"),
+    MetricRow("perplexity", "perplexity", 2, better="lower"),
+    MetricRow("mean_token_accuracy", "token accuracy", better="higher"),
+    MetricRow("entropy", "entropy (nats/token)"),
+)
+DISTILL_ROWS = (
+    MetricRow("forward_kl", "forward KL (nats/token)", better="lower"),
+    MetricRow("reverse_kl", "reverse KL (nats/token)", better="lower"),
+    MetricRow("agreement_at_1", "agreement@1", better="higher"),
+    MetricRow("student_perplexity", "student perplexity", 2, better="lower"),
+    MetricRow("teacher_perplexity", "teacher perplexity", 2),
+)
+# Of a distillation from a teacher with another tokenizer, which has no KL
+OTHER_TOKENS_ROWS = (
+    MetricRow("loss/alm", "ALM (nats/token)", better="lower"),
+    MetricRow("loss/uld", "ULD", better="lower"),
+)
+OTHER_NAME = {"perplexity": "student_perplexity"}  # a distillation logs both names
+
+
+def shown_rows(rows: Iterable[MetricRow], measured: Sequence[Collection[str]]) -> tuple[MetricRow, ...]:
+    """Return the rows whose metric some run has, each metric by one of its names.
+
+    Args:
+        measured: the names of the metrics of each run.
+    """
+    return tuple(
+        row
+        for row in rows
+        if any(row.metric in names for names in measured) and not has_other_name(row.metric, measured)
+    )
+
+
+def has_other_name(metric: str, measured: Iterable[Collection[str]]) -> bool:
+    """Whether every run that has the metric has it by its other name too."""
+    other = OTHER_NAME.get(metric)
+    return other is not None and all(other in names for names in measured if metric in names)
+
 
 # Write numbers and values as text for reports.
 
@@ -72,10 +123,7 @@ def shown(value: Any) -> str:
         return "none"
     if isinstance(value, (list, tuple)) and all(isinstance(item, (str, int, float)) for item in value):
         return ", ".join(map(str, value))
-    if isinstance(value, str):
-        return value
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
+    return value if isinstance(value, str) else inline(value)
 
 
 def teacher_text(values: Mapping[str, Any], named: Callable[[str], str] = str) -> str | None:
@@ -103,9 +151,8 @@ MORE_ROWS = (
     MetricRow("ce_loss", "cross-entropy (nats/token)", better="lower"),
     MetricRow("teacher_entropy", "teacher's entropy (nats/token)"),
 )
-NEVER_EQUAL = {"output_dir", "run_name", "logging_dir"}
-"""Keys that differ between any two runs and change nothing."""
-_OWN_TO_A_RUN = {"loss", "kd_loss", "loss/alm", "loss/uld"}  # each distillation minimises a loss of its own
+NEVER_EQUAL = {"output_dir", "run_name", "logging_dir"}  # keys that differ between any two runs and change nothing
+_NOT_COMPARED = {"loss", "kd_loss", "loss/alm", "loss/uld"}  # each distillation minimises another loss
 _LOST = ("rows_dropped", "rows_truncated", "supervised_tokens_lost")
 
 
@@ -113,8 +160,7 @@ _LOST = ("rows_dropped", "rows_truncated", "supervised_tokens_lost")
 class Cell:
     text: str
     more: str = ""
-    tone: str = ""
-    """best, good, bad or lost; the page colours it"""
+    tone: str = ""  # best, good, bad or lost; the page colours it
 
 
 @dataclass(frozen=True)
@@ -187,7 +233,7 @@ def side_by_side(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
     rows, comparable = [], of_the_same_rows(runs)
     for row in rows_of(runs):
         values = [latest(run)[0].get(row.metric) for run in runs]
-        best = best_of(row, values) if comparable and not (distills(runs) and row.metric in _OWN_TO_A_RUN) else None
+        best = best_of(row, values) if comparable and not (distills(runs) and row.metric in _NOT_COMPARED) else None
         cells = []
         for run, value in zip(runs, values, strict=True):
             old = run.before.get(row.metric)

@@ -40,7 +40,7 @@ class MemoryTracker(TorchDispatchMode):
     Attributes:
         live: part -> bytes, now.
         peaks: phase -> `Peak`.
-        pool: the pool of memory that new storages come from, such as that of CUDA graphs; None: the allocator's own.
+        pool: the pool of memory that new storages come from, such as CUDA graphs'; None: the allocator's own.
         pools: pool -> the most bytes that were live in it.
         outside: phase -> the most bytes that were live in no pool.
     """

@@ -13,6 +13,7 @@ from datasets import Dataset
 from engines.fsdp2_on_cpu import forget
 from engines.non_finite_ranks import outcome
 from engines.projector_training import trained_projectors
+from processes import finish
 from safetensors.torch import load_file
 from splits import one_step
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
@@ -86,7 +87,7 @@ def recorded() -> Iterator[dict]:
 
 
 def forget_all() -> None:
-    """Let the next training arguments of this process choose engine and settings anew."""
+    """Let the next training arguments of this process choose engine and settings again."""
     forget()
     unset_hf_deepspeed_config()
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
@@ -161,6 +162,4 @@ if __name__ == "__main__":
         steps |= {("orpo", stage): preferred(stage) for stage in (2, 3)}
         steps[RESUMED] = resumed_steps(Path(sys.argv[2]))
         steps["projectors"] = [projectors_of_zero3(Path(sys.argv[2], "projectors"), again) for again in (False, True)]
-    if torch.distributed.get_rank() == 0:
-        torch.save(steps, sys.argv[1])
-    torch.distributed.destroy_process_group()
+    finish(steps, sys.argv[1])
