@@ -27,8 +27,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from liger_trainer.extras.demo import demo_model_dir
 from liger_trainer.patching.patcher import patch
-from liger_trainer.run.data.demo import demo_model_dir
 
 from .report import join_versions, provenance, slug, table, write
 

@@ -24,24 +24,14 @@ from . import (
     report,
     run,
 )
-from . import (
-    check as preview,
-)
-from . import (
-    configs as new,
-)
-from . import (
-    doctor as env,
-)
-from . import (
-    doctor as selfcheck,
-)
+from . import check as preview
+from . import configs as new
+from . import doctor as env
+from . import doctor as selfcheck
 from ._shared import OVERRIDES, SettingsCommand
 
 app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 
 

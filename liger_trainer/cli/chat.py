@@ -32,8 +32,7 @@ _MARKS = "/!"
 
 def chat(
     model: Annotated[
-        str,
-        typer.Argument(metavar="RUN_DIR | MODEL", help="A run, a checkpoint, or any model.", show_default=False),
+        str, typer.Argument(metavar="RUN_DIR | MODEL", help="A run, a checkpoint, or any model.", show_default=False)
     ],
     teacher: Annotated[bool, typer.Option("--teacher", help="Have the run's teacher answer beside it.")] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system prompt.", show_default=False)] = None,

@@ -109,7 +109,7 @@ def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -
     from transformers import AutoConfig
 
     from ..common.weights import auto_class, load_whole, merged, with_adapter
-    from ..run.data.demo import resolve_model
+    from ..extras.demo import resolve_model
 
     path = resolve_model(name)
     target = getattr(torch, dtype, None) if dtype else None

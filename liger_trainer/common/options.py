@@ -28,21 +28,12 @@ ABOVE_ZERO: Rule = {"type": "number", "exclusiveMinimum": 0}
 BELOW_ONE: Rule = {"type": "number", "minimum": 0, "exclusiveMaximum": 1}
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 _WORDS = {
-    "boolean": "true or false",
-    "integer": "an integer",
-    "number": "a number",
-    "string": "text",
-    "array": "a list",
-    "object": "a mapping",
-    "null": "null",
-}
+    "boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text", "array": "a list",
+    "object": "a mapping", "null": "null",
+}  # fmt: skip
 _ITEMS = {
-    "string": "text",
-    "integer": "integers",
-    "number": "numbers",
-    "object": "mappings",
-    "boolean": "true and false",
-}
+    "string": "text", "integer": "integers", "number": "numbers", "object": "mappings", "boolean": "true and false",
+}  # fmt: skip
 LIMIT_NAMES = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _BOUNDS = (
     ("minimum", "of at least", float.__ge__),

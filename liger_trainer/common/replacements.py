@@ -13,14 +13,14 @@ from torch import nn
 _PLACES = {"forward": "_old_forward", "_old_forward": "forward"}
 
 
-def _place(module: nn.Module) -> str:
+def _forward_attribute(module: nn.Module) -> str:
     """Return the attribute with the forward that runs: a hook of accelerate calls another than `forward`."""
     return "_old_forward" if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward") else "forward"
 
 
 def forward_of(module: nn.Module) -> Callable:
     """Return the forward in whose place `Replacements.forward` puts another."""
-    return getattr(module, _place(module))
+    return getattr(module, _forward_attribute(module))
 
 
 class _Absent:
@@ -60,7 +60,7 @@ class Replacements:
 
         It is bound as a method, so that it runs on the copy in a deep copy of the module.
         """
-        self.set(module, _place(module), types.MethodType(forward, module))
+        self.set(module, _forward_attribute(module), types.MethodType(forward, module))
 
     def pre_hook(self, module: nn.Module, hook: Callable) -> None:
         """Call `hook(module, args, kwargs)` before the module's forward. See `nn.Module.register_forward_pre_hook`."""

@@ -255,11 +255,7 @@ def _fit_vocabulary(model: Any, name: str, revision: str | None) -> None:
     paths = [_path_of(model, module) for module in (model.get_input_embeddings(), model.get_output_embeddings())]
     of_hub: dict[str, Any] = {"revision": revision} if revision else {}
     weights = load_peft_weights(name, device="cpu", **of_hub)
-    whole = [
-        _rows_in(weights, path, {"weight": 0, "base_layer.weight": 0, "token_adapter.base_layer.weight": 0})
-        for path in paths
-    ]
-    products = [_rows_in(weights, path, {"lora_embedding_A": 1, "lora_B.weight": 0}) for path in paths]
+    whole, products = ([_rows_in(weights, path, axes) for path in paths] for axes in (WHOLE, PRODUCTS))
     wanted = next((n for n in (*whole, *products) if n is not None), rows)
     if wanted == rows:
         tokens = _trained_tokens(name, revision)

@@ -15,19 +15,7 @@ from ..common.options import OptionValues, complaints, did_you_mean, read
 from ..kernels.divergence_kinds import REMOVED as REMOVED_KINDS
 from ..losses.plan import FIELDS, plan_of, without_effect
 from ..secrets import SECRET
-from .conflicts import (
-    CALLED,
-    FORMER,
-    GONE,
-    REFUSED,
-    REMOVED,
-    TWO_STAGES,
-    conflicts,
-    is_sharded,
-    notices,
-    renamed,
-    will_shard,
-)
+from .conflicts import CALLED, FORMER, GONE, REFUSED, REMOVED, SHARDED, TWO_STAGES, conflicts, notices, renamed
 from .run_options import RECIPES
 from .schema import Schema
 from .yaml_reader import COMMAND_LINE, DROPPED, Finding, Setting, parse_overrides, read_settings
@@ -74,8 +62,8 @@ def _check_settings(
 ) -> Checked:
     """Check settings with names of today as one run of `recipe`."""
     problems: list[Finding] = []
-    known = {key: setting for key, setting in given.items() if key in schema.of(recipe).keys}
     keys = schema.of(recipe).keys
+    known = {key: setting for key, setting in given.items() if key in keys}
     problems += _unknown(given, schema, recipe)
     problems += _wrong_types(known, keys)
     problems += _missing(given, recipe, label)
@@ -97,8 +85,9 @@ def _check_settings(
         problems += variables_not_allowed(known["env"])
     if paths:
         problems += missing_paths({key: setting for key, setting in known.items() if key not in wrong})
-    if "report_to" not in wrong:
-        problems += _no_trackers(settings)
+    if "report_to" in settings and "report_to" not in wrong:
+        message = unknown_tracker(settings["report_to"].value)
+        problems += [Finding(settings["report_to"].where, "report_to", message)] if message else []
     told = [] if problems else list(notices(known, keys, recipe))
     return Checked(recipe, schema, values, settings, problems, told)
 
@@ -211,13 +200,6 @@ def _missing(given: Mapping[str, Setting], recipe: str, label: str) -> Iterator[
         yield Finding(label, "teacher_model_name_or_path", message)
 
 
-def _no_trackers(settings: Mapping[str, Setting]) -> Iterator[Finding]:
-    setting = settings.get("report_to")
-    message = setting and unknown_tracker(setting.value)
-    if setting and message:
-        yield Finding(setting.where, "report_to", message)
-
-
 def _recipe_defaults(
     values: Mapping[str, Any], settings: Mapping[str, Setting], label: str
 ) -> Iterator[tuple[str, Any]]:
@@ -230,13 +212,11 @@ def _recipe_defaults(
         yield "output_dir", str(Path("outputs", Path(label).parent.name, Path(label).stem))
     if values["bf16"] is None and (values["fp16"] or values["use_cpu"]):
         yield "bf16", False
-    if "num_sample_completions" not in settings and (is_sharded(values) or will_shard(values)):
+    if "num_sample_completions" not in settings and SHARDED.holds(OptionValues(values, ())):
         yield "num_sample_completions", 0
 
 
 # What a configuration names outside itself: files and folders on this machine, and variables of the environment.
-
-
 ALLOW_ENV, API_KEY = "--allow-env", "teacher_server_api_key_env"
 PATHS = (
     "model_name_or_path", "teacher_model_name_or_path", "teacher_tokenizer_name_or_path", "dataset_name",

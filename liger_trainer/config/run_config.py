@@ -186,28 +186,20 @@ def load_run_config(
     return check_text(text, label, overrides, exact, paths, found)
 
 
-def _installed_schema() -> Schema:
-    from .schema_writer import installed_schema  # which imports TRL
-
-    return installed_schema()
-
-
 def check_text(
-    text: str,
-    label: str,
-    overrides: Iterable[str] = (),
-    exact: bool = False,
-    paths: bool = False,
-    found: bool = False,
+    text: str, label: str, overrides: Iterable[str] = (), exact: bool = False, paths: bool = False, found: bool = False
 ) -> RunConfig:
     """`load_run_config` for a configuration at hand as text; `label` names it in messages."""
     overrides = tuple(overrides)
     shipped = shipped_schema()
     same = shipped.is_of_installed()
     settings, allow_env = [word for word in overrides if word != ALLOW_ENV], ALLOW_ENV in overrides
-    checked = check(text, label, settings, shipped if same or not exact else _installed_schema(), allow_env, paths)
-    if checked.problems and not same and not exact:
-        checked = check(text, label, settings, _installed_schema(), allow_env, paths)
+    if same or not exact:
+        checked = check(text, label, settings, shipped, allow_env, paths)
+    if not same and (exact or checked.problems):
+        from .schema_writer import installed_schema  # which imports TRL
+
+        checked = check(text, label, settings, installed_schema(), allow_env, paths)
     for key, setting in checked.settings.items():
         remember_settings(key, setting.value)
     problems = [*checked.problems, *(needs_trust(checked.settings) if found else ())]

@@ -14,9 +14,7 @@ class RunOptions:
     """What a run does beside training."""
 
     recipe: str = option(
-        "sft",
-        "sft or distill; when absent, distill if a teacher is named and sft otherwise.",
-        choices=RECIPES,
+        "sft", "sft or distill; when absent, distill if a teacher is named and sft otherwise.", choices=RECIPES
     )
     keep_every_nth_layer: int | None = option(
         None, "Make the student from model_name_or_path by keeping layers 0, n, 2n, ... and the last.", ge=2

@@ -26,17 +26,8 @@ from .conflicts import CONFLICTS, GONE
 from .run_options import LaunchOptions, RunOptions
 from .schema import FILE, SECTIONS, Schema, from_json, installed_versions, shipped_schema
 
-OWN = (
-    "run",
-    "launch",
-    "rows",
-    "images",
-    "step",
-    "qat",
-    "non_finite",
-    "distillation",
-    "sampling",
-)  # their descriptions are ours to ship
+# their descriptions are ours to ship
+OWN = ("run", "launch", "rows", "images", "step", "qat", "non_finite", "distillation", "sampling")
 _AT_LEAST_ONE = (
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length lora_r lora_alpha "
     "dataset_num_proc save_total_limit torch_empty_cache_steps"
@@ -132,20 +123,11 @@ def _requires(rule: Rule, key: str) -> bool:
 def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
     """Fields with their types by section, each name once; those that only one recipe has apart."""
     classes = {
-        "run": RunOptions,
-        "launch": LaunchOptions,
-        "model": ModelConfig,
-        "dataset": ScriptArguments,
-        "mixture": DatasetMixtureConfig,
-        "rows": RowsConfig,
-        "images": ImagesConfig,
-        "step": StepConfig,
-        "qat": QatConfig,
-        "non_finite": NonFiniteConfig,
-        "training": SFTConfig,
-        "distillation": LigerDistillConfig,
+        "run": RunOptions, "launch": LaunchOptions, "model": ModelConfig, "dataset": ScriptArguments,
+        "mixture": DatasetMixtureConfig, "rows": RowsConfig, "images": ImagesConfig, "step": StepConfig,
+        "qat": QatConfig, "non_finite": NonFiniteConfig, "training": SFTConfig, "distillation": LigerDistillConfig,
         "sampling": SamplingConfig,
-    }
+    }  # fmt: skip
     if hasattr(trl, "DistillationConfig"):
         classes["elsewhere"] = trl.DistillationConfig
     apart = {"distillation": {item.name for item in dataclasses.fields(SamplingConfig)}}  # inherited, and listed later

@@ -15,8 +15,8 @@ from ..common.files import CONFIG, METRICS
 from ..common.weights import ADAPTER, adapter_at, auto_class, load_whole, with_adapter
 from ..config.run_config import RunConfig, load_run_config
 from ..errors import ConfigError
-from ..run.data.demo import resolve_model
 from ..teachers.adapters_off import without_adapters
+from .demo import resolve_model
 
 Say = Callable[[str], None]
 """Takes the pieces of an answer as they come."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import psutil
 
 from .. import __version__
-from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
+from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG, METRICS
 from ..common.options import did_you_mean
 from ..common.signals import handling
@@ -32,16 +32,14 @@ from ..secrets import redact
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
-# What `liger-trainer resume` goes on with. Imports no torch.
-
 
 def resumption(
     run_dir: Path, checkpoint: str | None, overrides: list[str], force: bool = False
 ) -> tuple[str, list[str]]:
     """Return the configuration and the settings that continue the run in `run_dir`.
 
-    Names, sizes and headers are checked now, and every byte when the run has been loaded: the newest checkpoint that is
-    whole is chosen then. A run that was stopped before its first checkpoint starts anew.
+    The run looks whether its checkpoints are whole, before it loads anything. One that was stopped before its first
+    checkpoint starts from the beginning.
 
     Args:
         run_dir: the output_dir of the run.
@@ -52,7 +50,6 @@ def resumption(
     Raises:
         ConfigError: no such run or checkpoint, or the run is finished and `overrides` ask for nothing more; or its
             configuration has code of a model run, which a folder does not decide.
-        CorruptError: the checkpoint that was asked for is damaged, or all are.
     """
     config = run_dir / CONFIG
     if not config.is_file():
@@ -72,22 +69,17 @@ def resumption(
         if finding.key != API_KEY:  # the run has sent it there
             raise ConfigError(str(finding))
     settings = [setting("output_dir", run_dir), *overrides]
-    if checkpoint is None and newest_whole(run_dir, contents=False) is None:
+    names = [path.name for path in checkpoints_in(run_dir)]
+    if checkpoint is None and not names:
         print(f"liger-trainer: no checkpoint in {run_dir}: the run starts from the beginning.", file=sys.stderr)
         return str(config), settings
+    if checkpoint is not None and checkpoint not in names:
+        expected = f"expected one of {', '.join(names)}" if names else f"there is none in {run_dir}"
+        raise ConfigError(f"{COMMAND_LINE}: --checkpoint: {expected}, got {checkpoint!r}.")
     chosen = "resume_from_checkpoint=true"
     if checkpoint is not None:
-        chosen = setting("resume_from_checkpoint", _checked(run_dir, checkpoint))
+        chosen = setting("resume_from_checkpoint", run_dir / checkpoint)
     return str(config), [*settings, chosen, *(["force_resume=true"] if force else [])]
-
-
-def _checked(run_dir: Path, name: str) -> Path:
-    names = [path.name for path in checkpoints_in(run_dir)]
-    if name not in names:
-        expected = f"expected one of {', '.join(names)}" if names else f"there is none in {run_dir}"
-        raise ConfigError(f"{COMMAND_LINE}: --checkpoint: {expected}, got {name!r}.")
-    refuse_damaged(run_dir / name)
-    return run_dir / name
 
 
 EXIT_CODE = "exit_code"

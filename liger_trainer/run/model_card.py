@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from .. import plugins
 from ..losses.plan import LOSS_TYPES, plan_of
-from .data.demo import DEMO_MODELS, DemoModel
+from ..plugins import DEMO
 from .launch import versions
 from .reports.tables import (
     DISTILL_ROWS,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from .results import RunResults
 
 NAME = "README.md"
-_DEMO = "demo:"
 _OF_THIS_MACHINE = (
     "output_dir",
     "overwrite_output_dir",
@@ -115,7 +115,7 @@ def _header(config: "RunConfig", results: "RunResults", model: Published) -> Mod
 
 def hub_id(name: str | None) -> str | None:
     """Return `name` if it can only be on the hub: it is neither a demo nor a file or directory here."""
-    if not name or name.startswith(_DEMO) or os.path.exists(os.path.expanduser(name)):
+    if not name or name.startswith(DEMO) or os.path.exists(os.path.expanduser(name)):
         return None
     return name if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) else None
 
@@ -130,8 +130,9 @@ def public(value: Any) -> Any:
     return Path(value).name if local else value
 
 
-def _demo(model: str) -> DemoModel | None:
-    return DEMO_MODELS.get(model.removeprefix(_DEMO)) if model.startswith(_DEMO) else None
+def _demo(model: str) -> Any:
+    """Return the facts about a demo model; None for any other."""
+    return plugins.load(DEMO).DEMO_MODELS.get(model.removeprefix(DEMO)) if model.startswith(DEMO) else None
 
 
 def _named(model: str) -> Markdown:

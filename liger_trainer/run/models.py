@@ -15,14 +15,15 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedMod
 from transformers.configuration_utils import PreTrainedConfig
 from trl import get_quantization_config
 
+from .. import plugins
 from ..common.weights import Adapter, adapter_at, auto_class, check_mergeable, load_whole
 from ..errors import ConfigError
 from ..losses.plan import plan_of
+from ..plugins import DEMO
 from ..teachers.config import OF_ONE_TEACHER, entries_of
 from ..teachers.vocabulary import Vocabulary, compare_tokenizers, teacher_tokenizer, tokenizer_of
 from ..trainers.chat_template import check_chats
 from .data.datasets import RunData
-from .data.demo import resolve_model
 from .drop_layers import drop_layers
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
     """
     name = config[key]
     try:
-        path = resolve_model(name)
+        path = plugins.load(DEMO).resolve_model(name) if name.startswith(DEMO) else name
     except ConfigError as error:
         raise config.error(key, str(error)) from None
     looks_local = name.startswith((".", "~", "/")) or name.count("/") > 1

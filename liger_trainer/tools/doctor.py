@@ -324,7 +324,7 @@ def _share_left_alone(diagnoses: list[Diagnosis]) -> list[str]:
     total = len(swapped) + len(left)
     return [
         f"These families have {total} classes of norms, MLPs, experts and attention with a rotation: {len(left)} "
-        f"({100 * len(left) / max(total, 1):.0f} %) are left alone.",
+        f"({100 * len(left) / max(total, 1):.0f} %) are left alone."
     ]
 
 

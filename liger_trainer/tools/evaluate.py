@@ -182,12 +182,7 @@ def _student(subject: Subject, config: "RunConfig", base: ModelFiles, files: Mod
 
 
 def _trainer(
-    subject: Subject,
-    config: "RunConfig",
-    data: RunData,
-    base: ModelFiles,
-    files: ModelFiles,
-    teachers: dict[str, str],
+    subject: Subject, config: "RunConfig", data: RunData, base: ModelFiles, files: ModelFiles, teachers: dict[str, str]
 ) -> Any:
     args = config.training_args()
     cached = (

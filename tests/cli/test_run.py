@@ -16,6 +16,7 @@ from liger_trainer.common.checkpoints import MANIFEST, TRAINER_STATE, checkpoint
 from liger_trainer.common.files import BEFORE, STATE
 from liger_trainer.errors import ConfigError, CorruptError
 from liger_trainer.run.launch import resumption
+from liger_trainer.run.train_loop import check_checkpoint
 
 # as for `trl sft --config sft.yaml`, written over the years: names that TRL and transformers have given up among them
 TRL_SFT = """
@@ -265,12 +266,12 @@ def test_resume_refuses_a_damaged_checkpoint_that_is_asked_for(copy, cli):
     assert f"The newest whole one: {copy / 'checkpoint-2'}" in err
     weights.write_bytes(whole[:-3])
     with pytest.raises(CorruptError, match=f"has {len(whole) - 3} bytes instead of"):  # before anything is loaded
-        resumption(copy, "checkpoint-4", [])
+        check_checkpoint({"resume_from_checkpoint": str(copy / "checkpoint-4")})
     _, settings = resumption(copy, "checkpoint-2", ["seed=1"])
     assert settings == [f"output_dir={copy}", "seed=1", f"resume_from_checkpoint={copy / 'checkpoint-2'}"]
     shutil.rmtree(copy / "checkpoint-2")
     with pytest.raises(CorruptError, match="no checkpoint in .* is whole:\n  checkpoint-4: adapter"):
-        resumption(copy, None, [])
+        check_checkpoint({"resume_from_checkpoint": True, "output_dir": str(copy)})
     with pytest.raises(ConfigError, match="expected one of checkpoint-4, got 'checkpoint-9'"):
         resumption(copy, "checkpoint-9", [])
     with pytest.raises(ConfigError, match="holds no config.yaml"):

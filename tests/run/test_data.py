@@ -151,7 +151,7 @@ def test_a_mixture_of_trl(load):
 def test_the_demo_keeps_its_own_split(load, monkeypatch):
     train, test = (datasets.Dataset.from_list(rows) for rows in (TEXTS[:6], TEXTS[6:9]))
     demo = SimpleNamespace(train=train, test=test, licence="PSF-2.0", held_out_modules=("json", "queue"))
-    monkeypatch.setattr("liger_trainer.run.data.demo.demo_dataset", lambda name: demo)
+    monkeypatch.setattr("liger_trainer.extras.demo.demo_dataset", lambda name: demo)
     facts = load("demo:python_docstrings", None, "max_eval_rows=2").facts
     assert (facts.train_rows, facts.test_rows, facts.licence) == (6, 2, "PSF-2.0")
     assert facts.held_out == "the first 2 of 3 rows: 2 whole modules: json, queue"

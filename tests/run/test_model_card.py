@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, trainer
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from liger_trainer.cli import run as cli_run
-from liger_trainer.config import conflicts as trackers
+from liger_trainer.config import check as trackers
 from liger_trainer.config.run_config import check_text, load_run_config
 from liger_trainer.errors import LigerTrainerError
 from liger_trainer.recipes import distill
-from liger_trainer.run import results as saving
+from liger_trainer.run import recipe as saving
 from liger_trainer.run.model_card import Published, hub_id, model_card, public
 from liger_trainer.run.reports.tables import figure
 
@@ -211,7 +211,7 @@ def test_what_is_local_keeps_its_last_name_alone(tmp_path, monkeypatch):
 
 
 def test_the_trackers_are_those_of_transformers():
-    assert set(INTEGRATION_TO_CALLBACK) <= set(trackers.PACKAGES)
+    assert set(INTEGRATION_TO_CALLBACK) <= set(trackers.TRACKERS)
 
 
 @pytest.mark.parametrize(

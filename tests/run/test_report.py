@@ -20,11 +20,11 @@ from tiny import WORDS
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import liger_trainer
-from liger_trainer.run import results as saving
+from liger_trainer.run import recipe as saving
 from liger_trainer.run import train_loop as callbacks
 from liger_trainer.run.reports import drawing
 from liger_trainer.run.reports import html as html_report
-from liger_trainer.run.reports.drawing import CHARTS, SERIES, charts_of, lines_of, points
+from liger_trainer.run.reports.drawing import CHARTS, SERIES, charts_of, different, lines_of, points
 from liger_trainer.run.reports.read_run import names, read_run
 from liger_trainer.run.reports.tables import (
     before_and_after,
@@ -73,7 +73,7 @@ def report_of(folder: Path) -> tuple["Page", str]:
 @pytest.fixture
 def one_curve(monkeypatch):
     """Drawing takes most of the time of a report."""
-    monkeypatch.setattr(drawing, "charts_of", lambda runs: charts_of(runs)[:1])
+    monkeypatch.setattr(drawing, "different", lambda charts, runs: different(charts[:1], runs))
 
 
 @pytest.fixture

@@ -21,11 +21,12 @@ from transformers import AutoTokenizer
 from ...common.files import write_atomically, writing_to
 from ...common.weights import adapter_at
 from ...errors import ConfigError, DataError
-from ...run.data.demo import DEMO_MODELS, PREFIX, resolve_model
+from ...plugins import DEMO
 from ...run.model_card import public
 from ...secrets import redact
 from ...teachers.fingerprints import template_fingerprint, tokenizer_fingerprint
 from ...teachers.vocabulary import tokenizer_of
+from ..demo import DEMO_MODELS, resolve_model
 from .options import DRAWN_ROWS, GenerateOptions
 from .prompts import PromptSource, held_out_grams, prompt_source
 from .sieve import FILTERS, Sample, Sieve
@@ -286,7 +287,7 @@ def card(teacher: str, options: GenerateOptions, summary: dict[str, Any]) -> str
 
 
 def _licence(teacher: str, options: GenerateOptions) -> str:
-    demo = DEMO_MODELS.get(teacher.removeprefix(PREFIX)) if teacher.startswith(PREFIX) else None
+    demo = DEMO_MODELS.get(teacher.removeprefix(DEMO)) if teacher.startswith(DEMO) else None
     of_teacher = f"{teacher} is under {demo.licence}" if demo else f"See the licence of {public(teacher)}"
     of_prompts = f", and that of the prompts from {public(options.prompts)}" if options.prompts else ""
     return (

@@ -14,13 +14,14 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.optimization import Adafactor
 from trl import get_peft_config
 
+from ... import plugins
 from ...common.weights import adapter_at
 from ...config.yaml_reader import Setting
 from ...errors import ConfigError, LigerTrainerError
 from ...losses.answers import RecordedAnswer, SparseAnswer, TokenTargets
 from ...losses.spec import LossOptions
 from ...patching.patcher import PatchOptions
-from ...run.data.demo import DEMO_MODELS, demo_key
+from ...plugins import DEMO
 from ...run.drop_layers import kept_indices, thinned_config
 from ...run.launch import launcher_arguments
 from ...teachers.cache.records import HiddenFormat, RecordFormat, TeacherHead
@@ -322,7 +323,7 @@ def read_config(config: "RunConfig", key: str, options: dict[str, Any]) -> PreTr
         ConfigError: there is none, or it cannot be read.
     """
     name = config[key]
-    if demo_key(name, DEMO_MODELS):
+    if name.startswith(DEMO) and plugins.load(DEMO).demo_key(name):
         return LlamaConfig(**DEMO_CONFIG, dtype="float32")
     try:
         adapter = adapter_at(name, options.get("revision"))

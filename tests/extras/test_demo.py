@@ -19,9 +19,9 @@ from quick_cases import slow_but
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from liger_trainer.errors import ConfigError, LigerTrainerError
-from liger_trainer.run.data import demo
-from liger_trainer.run.data._docstrings import module_names
-from liger_trainer.run.data.demo import DemoDataset, DemoModel, demo_dataset, demo_model_dir, resolve_model, shorten
+from liger_trainer.extras import demo
+from liger_trainer.extras._docstrings import module_names
+from liger_trainer.extras.demo import DemoDataset, DemoModel, demo_dataset, demo_model_dir, resolve_model, shorten
 
 ROOT = Path(__file__).parents[2]
 LAYERS, HIDDEN, MLP, HEADS, CONTEXT = 2, 32, 64, 2, 256
@@ -276,7 +276,7 @@ def test_another_process_makes_the_same_rows(docstrings):
     """Sets have another order there. Rows are hashed before `datasets`, which takes seconds to import, has them."""
     script = (
         "import sys; from types import SimpleNamespace as N; sys.modules['datasets'] = N(Dataset=N(from_list=list))\n"
-        "from liger_trainer.run.data.demo import demo_dataset; print(demo_dataset().sha256)"
+        "from liger_trainer.extras.demo import demo_dataset; print(demo_dataset().sha256)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
