@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ..common.options import Conflict, Fact, OptionValues, clashes, conflicts_of, equals, given, on, without
+from ..common.options import Condition, Conflict, OptionValues, clashes, conflicts_of, equals, given, on, without
 from ..losses.plan import LossConfig
 from ..teachers.config import CACHE, PLACEMENT, SAMPLES, SELF, TeacherConfig, is_its_own_teacher, teacher_problems
 from ..trainers.options import (
@@ -35,8 +35,7 @@ from .yaml_reader import Finding, Setting
 
 
 LAUNCHED = "LIGER_TRAINER_LAUNCHED"  # id of the launching process, a colon, and the folder of its ranks
-DDP = {"ddp": "multi_gpu"}
-"""The name that users know, and TRL's."""
+DDP = {"ddp": "multi_gpu"}  # the name that users know, and TRL's
 
 
 def is_launched() -> bool:
@@ -76,14 +75,14 @@ def engine_of(name: str) -> str | None:
     return "ddp" if kind.startswith("MULTI_") else None
 
 
-def launches(*engines: str) -> Fact:
+def launches(*engines: str) -> Condition:
     """The condition that `accelerate_config` will launch one of these; what a launcher chose is in its environment."""
 
     def holds(options: OptionValues) -> bool:
         name = options["accelerate_config"]
         return isinstance(name, str) and not is_launched() and engine_of(name) in engines
 
-    return Fact(("accelerate_config",), holds)
+    return Condition(("accelerate_config",), holds)
 
 
 # Known to TRL and transformers, but without effect in these recipes: refused when set to anything but the default.
@@ -146,8 +145,8 @@ DEFAULT_LMBDA = "not given: the completions in the rows, `0.0`. TRL's trainer le
 DEFAULT_BETA = "not given: forward KL (0.0). TRL's DistillationTrainer would take reverse KL, `beta: 1.0`."
 
 
-def _launched_with(engine: str) -> Fact:
-    return Fact((), lambda options: os.environ.get(f"ACCELERATE_USE_{engine}") == "true")
+def _launched_with(engine: str) -> Condition:
+    return Condition((), lambda options: os.environ.get(f"ACCELERATE_USE_{engine}") == "true")
 
 
 _LAUNCHES_DEEPSPEED, _LAUNCHES_FSDP = launches("zero0", "zero1", "zero2", "zero3"), launches("fsdp1", "fsdp2")
@@ -168,12 +167,12 @@ def _names_hidden(options: OptionValues) -> bool:
     return any(isinstance(term, Mapping) and str(term.get("type", "")).startswith("hidden_") for term in terms)
 
 
-def _is_missing_file(key: str) -> Fact:
+def _is_missing_file(key: str) -> Condition:
     def holds(options: OptionValues) -> bool:
         value = options[key]
         return isinstance(value, str) and not value.lstrip().startswith("{") and not Path(value).is_file()
 
-    return Fact((key,), holds)
+    return Condition((key,), holds)
 
 
 _LORA = (
@@ -182,14 +181,14 @@ _LORA = (
 ).split()
 _PEFT = given("use_peft", words="`use_peft: true` (or say `use_peft: false` to ignore it)")
 _FOUR_BITS = given("load_in_4bit", words="`load_in_4bit: true`")
-_OWN_TEACHER = Fact(("teacher", "teachers"), lambda options: is_its_own_teacher(options.values))
+_OWN_TEACHER = Condition(("teacher", "teachers"), lambda options: is_its_own_teacher(options.values))
 _DROPS_LAYERS = on("keep_every_nth_layer") | on("keep_layers")
 
 _EVALUATES = equals("eval_strategy", "steps", "epoch")
 _SAVES_WHEN_EVALUATING = (equals("eval_strategy", "steps") & ~equals("save_strategy", "no", "epoch", "best")) | (
     equals("eval_strategy", "epoch") & equals("save_strategy", "epoch")
 )
-_NO_DIRECTION = Fact(
+_NO_DIRECTION = Condition(
     ("metric_for_best_model", "greater_is_better"),
     lambda options: options["greater_is_better"] is None and is_neither(options["metric_for_best_model"]),
 )
@@ -247,7 +246,7 @@ _OF_A_FILE = (
         "expected 0: a sharded model is not sampled from."),
     Conflict("teacher", SELF & ~on("use_peft"),
         "self is the student without its adapters; add `use_peft: true` to train adapters."),
-    Conflict("losses", Fact(("losses",), _names_hidden) & launches("fsdp1"),
+    Conflict("losses", Condition(("losses",), _names_hidden) & launches("fsdp1"),
         "hidden-state losses do not work with FSDP1; use ddp, fsdp2 or zero3, or leave them out."),
     Conflict("teacher", SELF & launches("fsdp1"),
         "self does not work with FSDP1; use fsdp2, or name the base in teacher_model_name_or_path."),

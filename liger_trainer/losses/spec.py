@@ -101,7 +101,7 @@ class BatchTargets:
         rows = _selection(flat, num_items)
         return cls(flat, source.shape, shift_labels is None, num_items, rows, source, factors)
 
-    def made_of(self, labels: Tensor | None, shift_labels: Tensor | None) -> bool:
+    def match_labels(self, labels: Tensor | None, shift_labels: Tensor | None) -> bool:
         """Whether these targets belong to the labels that a model hands to its loss.
 
         The tensor objects are compared, not their values, which would wait for the device. So labels that the model has
@@ -262,7 +262,7 @@ class TeacherAnswer(ABC):
         return None
 
     def for_targets(self, targets: BatchTargets) -> "TeacherAnswer":
-        """Return the answer with whatever depends on the targets alone.
+        """Return the answer with whatever depends only on the targets.
 
         It is called before the backbone runs, so that the host need not wait for the device later.
         """

@@ -156,7 +156,7 @@ def _with_scored_logits(stock: Callable) -> Callable:
         else:
             with scored_logits(base) as forward:
                 result = stock(trainer, model, *args, **kwargs)
-            obstacle = forward.obstacle
+            obstacle = forward.why_not_deferred
         if obstacle is not None:
             warnings.warn(
                 f"{type(base).__name__} stores the logits of the whole batch: {obstacle}.",

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .results import RunResults
 
 NAME = "README.md"
+# Keys that say nothing about the model.
 _OF_THIS_MACHINE = (
     "output_dir",
     "overwrite_output_dir",
@@ -47,7 +48,6 @@ _OF_THIS_MACHINE = (
     "hub_token",
     "recipe",
 )
-"""Keys that say nothing about the model."""
 _PLAIN = ("temperature", 1.0)
 
 
@@ -55,10 +55,8 @@ _PLAIN = ("temperature", 1.0)
 class Published:
     """Facts about the saved model that the trainer knows."""
 
-    adapter: bool
-    """a LoRA adapter, without its base"""
-    chat: bool
-    """whether the tokenizer has a chat template"""
+    adapter: bool  # a LoRA adapter, without its base
+    chat: bool  # whether the tokenizer has a chat template
     tags: list[str]
     hub_model_id: str | None = None
 
@@ -68,7 +66,7 @@ class Markdown(str):
 
 
 def escaped(value: Any) -> Markdown:
-    """Return a value as one line of Markdown that shows it as it is: no link, no tag, no cell of its own."""
+    """Return a value as one line of Markdown that shows it as it is: no link, no tag, no separate cell."""
     if isinstance(value, Markdown):
         return value
     return Markdown(re.sub(r"([\\`*\[\]<>&|])", r"\\\1", " ".join(str(value).splitlines())))
@@ -218,8 +216,8 @@ def _loss(config: "RunConfig") -> str:
     if config.recipe == "sft":
         return "cross-entropy" if config["loss_type"] in (None, "nll") else f"cross-entropy, {config['loss_type']}"
     plan = plan_of(config.values)
-    alone = len(plan.terms) == 1 and plan.terms[0].weight == 1
-    words = [" + ".join(term.type if alone else f"{term.weight:g} x {term.type}" for term in plan.terms)]
+    only_one = len(plan.terms) == 1 and plan.terms[0].weight == 1
+    words = [" + ".join(term.type if only_one else f"{term.weight:g} x {term.type}" for term in plan.terms)]
     used = {name for term in plan.terms for name in LOSS_TYPES[term.type].scalars} - plan.schedules.keys()
     words += [f"{name} {plan.scalars[name]:g}" for name in sorted(used) if (name, plan.scalars[name]) != _PLAIN]
     words += [f"{name} scheduled" for name in plan.schedules]

@@ -83,9 +83,10 @@ def check_chats(
     wanted: list[type | None] = []
     rows: Any = dataset.select_columns(columns) if columns else ()
     for index, row in enumerate(rows):
-        messages = _all_messages(row)
-        if messages is None:
+        messages = row.get("messages") or row.get("prompt")
+        if not isinstance(messages, list):
             return
+        messages = [*messages, *(row.get("completion") or [])]
         reason = _empty_message(messages)
         if reason is None and only_answers and set(row) & {"messages", "completion"}:
             reason = no_answer(messages, NO_ANSWERS)
@@ -211,11 +212,6 @@ def fitting(messages: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, An
     return with_arguments(messages, wanted) if wanted else messages
 
 
-def _all_messages(row: Any) -> list[dict[str, Any]] | None:
-    messages = row.get("messages") or row.get("prompt")
-    return [*messages, *(row.get("completion") or [])] if isinstance(messages, list) else None
-
-
 def _renderer(row: Any, tokenizer: Any, template: str | None) -> Callable[[list[dict[str, Any]]], str]:
     """Return what renders messages with the tools and options of a row."""
     tools = row.get("tools")
@@ -233,7 +229,8 @@ def _renderer(row: Any, tokenizer: Any, template: str | None) -> Callable[[list[
 
 def _problem(messages: list[dict[str, Any]], rendered: Callable[[list[dict[str, Any]]], str]) -> str | None:
     """Return why the template cannot render a row, or None."""
-    unknown = next((role for role in _special_roles(messages) if not _knows(role, messages, rendered)), None)
+    roles = [role for role in dict.fromkeys(message["role"] for message in messages) if role not in BASIC_ROLES]
+    unknown = next((role for role in roles if not _knows(role, messages, rendered)), None)
     if unknown is not None:
         return (
             f"the chat template does not know the role {unknown!r}: it renders it as it renders any other name (human "
@@ -285,10 +282,6 @@ def _same(messages: Any, rendered: Callable, others: Any, rendered_others: Calla
         raise
     except Exception:  # however it fails, the template tells the two apart
         return False
-
-
-def _special_roles(messages: list[dict[str, Any]]) -> list[str]:
-    return [role for role in dict.fromkeys(message["role"] for message in messages) if role not in BASIC_ROLES]
 
 
 def _knows(role: str, messages: list[dict[str, Any]], rendered: Callable[[list[dict[str, Any]]], str]) -> bool:

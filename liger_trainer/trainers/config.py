@@ -52,6 +52,7 @@ class LigerConfig(RowsConfig, ImagesConfig, StepConfig, QatConfig, NonFiniteConf
     """
 
     def __post_init__(self):
+        # Before SFTConfig's own, which would turn bf16 on and guess the direction.
         choose_bf16(self)
         choose_direction(self)
         super().__post_init__()

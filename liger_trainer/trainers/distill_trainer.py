@@ -126,7 +126,7 @@ class LigerDistillTrainer(LigerTrainer):
         # Its completions are batched by the collator inside the teacher's.
         self._on_policy = OnPolicy(self, self._rows_collator) if args.samples or self.prompts_alone else None
         if not of_trl:  # whose own defaults are set here
-            for message in args.in_vain(sampled=self._on_policy is not None):
+            for message in args.unused_fields(sampled=self._on_policy is not None):
                 warnings.warn(message, stacklevel=2)
         self._source: str | None = None  # who wrote the completions of the micro-batch at hand, where some are sampled
 
@@ -283,7 +283,7 @@ class LigerDistillTrainer(LigerTrainer):
     def add_metrics(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
         super().add_metrics(mode, totals, tokens)
         if mode == "train":
-            self.progress.seen(totals, tokens)
+            self.progress.add_micro_batch(totals, tokens)
         if mode == "train" and self._source is not None:
             self._sampling().add_metrics(self._source, totals, tokens)
 
@@ -338,7 +338,7 @@ class LigerDistillTrainer(LigerTrainer):
 
     def create_optimizer(self, *args, **kwargs):
         optimizer = super().create_optimizer(*args, **kwargs)
-        self.progress.join(optimizer)
+        self.progress.add_projectors(optimizer)
         return optimizer
 
     def _set_signature_columns_if_needed(self):

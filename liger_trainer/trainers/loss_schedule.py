@@ -82,7 +82,7 @@ class LossState(LossSchedule, TrainerCallback):
         self._own: ProjectorOptimizer | None = None  # where the student's optimizer takes no projectors
         if trainer.args.torch_compile and (plan.moves or plan.of("hidden")):
             raise ConfigError(
-                "torch_compile fixes the loss in its graph: schedules and taid would compile anew in each step, and "
+                "torch_compile fixes the loss in its graph: schedules and taid would compile again in each step, and "
                 "hidden-state losses record what blocks return. Leave torch_compile out, or these."
             )
         if plan.of("hidden"):
@@ -125,7 +125,7 @@ class LossState(LossSchedule, TrainerCallback):
         if "lmbda" in self.plan.schedules:
             self._trainer.lmbda = self.plan.at(state.global_step, state.max_steps)["lmbda"]
 
-    def seen(self, totals: dict[str, Tensor], tokens: Tensor) -> None:
+    def add_micro_batch(self, totals: dict[str, Tensor], tokens: Tensor) -> None:
         """Add a micro-batch of training: sums over its tokens of all ranks."""
         if self.share is not None:
             self.share.add(totals["kd_loss"], tokens)
@@ -133,7 +133,7 @@ class LossState(LossSchedule, TrainerCallback):
     def parameters(self) -> list[nn.Parameter]:
         return [] if self.hidden is None else list(self.hidden.parameters())
 
-    def join(self, optimizer: Any) -> None:
+    def add_projectors(self, optimizer: Any) -> None:
         """Have projectors without their own optimizer trained by the student's, with its weight decay."""
         if self._own is not None:
             return
@@ -142,7 +142,7 @@ class LossState(LossSchedule, TrainerCallback):
         if mine and self._trainer.lr_scheduler is not None:
             raise ConfigError(
                 "optimizers: a learning-rate scheduler made before the projectors of hidden-state losses has no rate "
-                "for them. Give the optimizer alone, or leave hidden-state losses out."
+                "for them. Give only the optimizer, or leave hidden-state losses out."
             )
         if mine:
             optimizer.add_param_group({"params": mine, "weight_decay": self._trainer.args.weight_decay})
@@ -235,7 +235,7 @@ def _present(folder: str, name: str, what: str) -> Path:
     if not path.is_file():
         raise ConfigError(
             f"{folder} has no {name}: it was saved by a run without {what}, and cannot go on with them. Leave them "
-            "out, or start anew from its weights."
+            "out, or start again from its weights."
         )
     return path
 
@@ -251,13 +251,13 @@ class ProjectorOptimizer:
 
     Raises:
         ConfigError: the student's optimizer is given to the trainer, or none of torch's; fp16, whose scale of the loss
-            the student's alone would take out of its gradients.
+            only the student's would take out of its gradients.
     """
 
     def __init__(self, trainer: DistillHost, parameters: list[nn.Parameter]):
         args = trainer.args
         engine = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
-        about = f"Hidden-state losses that learn projectors beside a student that {engine} shards: "
+        about = f"Hidden-state losses that learn projectors next to a student that {engine} shards: "
         if args.fp16:
             raise ConfigError(f"{about}fp16 scales the gradients of both, and takes the scale out of one. Use bf16.")
         if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:

@@ -28,6 +28,7 @@ class TokenMetrics:
 
     def add(self, sums: dict[str, Tensor], tokens: Tensor) -> None:
         """Add scalars by name, summed over `tokens` tokens of all ranks, or of this rank if `flush` adds ranks up."""
+        # fp64: sums over thousands of micro-batches, of which means of small numbers are taken
         totals = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=tokens.device), self._sums)
         self._sums = {name: totals[name] + value for name, value in sums.items()}
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
@@ -36,6 +37,7 @@ class TokenMetrics:
         """Return the means since the last flush. Waits for the device. `over_ranks` adds up the sums of ranks."""
         if self._tokens is None:
             return {}
+        # one tensor, so one message to the other ranks and one wait for the device
         *sums, tokens = over_ranks(torch.stack([*self._sums.values(), self._tokens])).unbind()
         means = torch.stack(sums) / tokens.clamp(min=1)
         means = torch.stack(
@@ -128,6 +130,7 @@ TERM = "loss/"
 
 def widen_notebook_table(trainer: TrainerHost) -> None:
     """Replace transformers' callback of notebooks, if the trainer has it, by one with more columns."""
+    # By name: its module needs IPython, and is imported only where transformers has found a notebook.
     callbacks = trainer.callback_handler.callbacks
     for place, callback in enumerate(callbacks):
         if type(callback).__name__ == "NotebookProgressCallback":

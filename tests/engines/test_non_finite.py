@@ -21,7 +21,7 @@ from trl import SFTConfig
 
 from liger_trainer import LigerTrainer
 from liger_trainer.errors import NonFiniteError
-from liger_trainer.trainers.finite_report import trained
+from liger_trainer.trainers.finite_report import FiniteReport
 
 ENGINES = {"ddp": contextlib.nullcontext, "fsdp2": fsdp2}
 # Each engine with each policy and each optimizer.
@@ -48,7 +48,7 @@ def outcome(policy: str, optim: str, place: str = "loss", **options) -> dict:
             trainer.train()
         except NonFiniteError as error:
             message = str(error)
-    weights = trained(trainer.model, trainer.optimizer).values()
+    weights = FiniteReport(trainer.args, trainer.model, trainer.optimizer, None).weights().values()
     assert trainer.train_dataset is not None
     return {
         "message": message, "step": trainer.state.global_step, "skipped": trainer.finite.skipped,

@@ -132,7 +132,7 @@ def mine_csv(place: Place) -> None:
 
 def foreign(origin: str) -> Callable[[Place], None]:
     return lambda place: (
-        shutil.copy(ROOT / f"tests/config/foreign_configs/{origin}.yaml", place.folder / "theirs.yaml") and None
+        shutil.copy(ROOT / f"tests/extras/foreign_configs/{origin}.yaml", place.folder / "theirs.yaml") and None
     )
 
 

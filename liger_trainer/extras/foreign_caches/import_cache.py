@@ -13,7 +13,7 @@ from ...teachers.cache.records import RecordFormat
 from ...teachers.cache.store import CacheIndex, TeacherName
 from ...teachers.row_keys import documents
 from ...teachers.vocabulary import compare_tokenizers, teacher_tokenizer
-from ...trainers.capture import Progress, Source, token_settings, write_cache
+from ...trainers.capture import CaptureSource, Progress, token_settings, write_cache
 from ...trainers.config import LigerDistillConfig
 from ...trainers.row_preparation import PreparedRows
 from .distillkit_records import DistillKitRecords
@@ -84,7 +84,7 @@ def _check_options(args: LigerDistillConfig) -> None:
 
 def _source(
     records: ForeignRecords, path: Path, args: LigerDistillConfig, rows: PreparedRows, undoing: ExitStack
-) -> Source:
+) -> CaptureSource:
     vocabulary = _vocabulary(args, rows)
     parts = {
         name: [(d.row, d.input_ids, d.labels) for d in documents(dataset) if d.tokens]
@@ -102,7 +102,7 @@ def _source(
     fingerprint = sha256("".join(sha256(file) for file in records.files).encode())
     comes_from: Any = records.tool
     settings = token_settings(form, args, unknown)
-    return Source(ForeignReader(records, matched, form), settings, name, fingerprint, comes_from)
+    return CaptureSource(ForeignReader(records, matched, form), settings, name, fingerprint, comes_from)
 
 
 def _vocabulary(args: LigerDistillConfig, rows: PreparedRows) -> int:

@@ -12,7 +12,7 @@ from ...errors import ConfigError
 from ...secrets import remember_settings
 from ...teachers.connection import Connection, ConnectionOptions, key_in
 from ...teachers.fingerprints import sampled_fingerprint
-from ...trainers.rows import Writable
+from ...trainers.rows import AllowedIds
 from ...trainers.samplers import ModelSampler, end_tokens
 from .options import GenerateOptions
 
@@ -52,7 +52,7 @@ class LocalTeacher:
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         _check_context(self._model, options)
-        self._writable = Writable(max(tokenizer.get_vocab().values()) + 1)
+        self._writable = AllowedIds(max(tokenizer.get_vocab().values()) + 1)
 
     @property
     def fingerprint(self) -> str | None:

@@ -36,7 +36,7 @@ def place_in(path: Path, lines: Sequence[int] | None, index: int) -> tuple[str, 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of a UTF-8 text with their numbers, from 1.
 
-    A line ends with a line feed, alone or after a carriage return. U+2028, U+0085 and others that `str.splitlines`
+    A line ends with a line feed, with or without a carriage return. U+2028, U+0085 and others that `str.splitlines`
     takes for an end may stand within a string. A byte order mark is left out.
 
     Raises:
@@ -225,8 +225,8 @@ _TEXTS = ("prompt", "completion", "instruction", "input", "output", "system")
 _FILE_OF_ARROW = b"ARROW1"  # how an IPC file (Feather) begins; `save_to_disk` writes IPC streams
 
 
+# A file or split, with braces for a number, and the number of row i of a split in it.
 Place = Callable[[str, int], tuple[str, int]]
-"""A file or split, with braces for a number, and the number of row i of a split in it."""
 
 
 @dataclass(frozen=True)
