@@ -69,6 +69,7 @@ def gpu_named(name: str) -> Gpu:
             f"--gpu: no GPU is called {name!r}. {hint}There are {', '.join(gpu.name for gpu in GPUS)}, or give its "
             "memory: --gpu 24GB."
         )
+    # Several of one memory are as good as one.
     if len({gpu.mib for gpu in matches}) > 1:
         raise ConfigError(f"--gpu: {name!r} may be {', '.join(gpu.name for gpu in matches)}: say which.")
     return matches[0]
@@ -116,20 +117,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run needs on each of its GPUs.
-
-    Attributes:
-        parts_mib: parts of the peak, largest first; `phase` says when it occurs.
-        peaks_mib: the highest point of each phase of a step.
-        tokens_per_step: of one optimizer step over all processes: the mean if rows are known, else the maximum.
-        total_tokens, steps: of the run; None if the number of rows is not known.
-        cache_mib: size of a teacher cache of the training rows for `teacher: cache`, if all tokens were supervised.
-        graphs_mib: what CUDA graphs keep besides the peak where they are recorded, which `cuda_graphs: auto` does where
-            that memory is free; None without graphs. With `cuda_graphs: always` the peak has it.
-        capture_mib: what capturing it takes on a GPU, if the teacher is named. It is no part of the run's peak.
-        fits: None without a GPU to compare with.
-        changes: settings that take less, each by itself; if none is enough, the last combines several.
-    """
+    """What a run needs on each of its GPUs."""
 
     source: str
     recipe: str
@@ -141,17 +129,22 @@ class Estimate:
     sharding: Sharding
     peak_mib: float
     phase: str
-    parts_mib: dict[str, float]
-    peaks_mib: dict[str, float]
-    tokens_per_step: int
+    parts_mib: dict[str, float]  # parts of the peak, largest first; `phase` says when it occurs
+    peaks_mib: dict[str, float]  # the highest point of each phase of a step
+    tokens_per_step: int  # of one optimizer step over all processes: the mean if rows are known, else the maximum
     steps: int | None
-    total_tokens: int | None
+    total_tokens: int | None  # total_tokens, steps: of the run; None if the number of rows is not known
+    # size of a teacher cache of the training rows for `teacher: cache`, if all tokens were supervised
     cache_mib: float | None
     unknown: str
+    # what CUDA graphs keep besides the peak where they are recorded, which `cuda_graphs: auto` does where that memory
+    # is free; None without graphs. With `cuda_graphs: always` the peak has it.
     graphs_mib: float | None = None
+    # what capturing it takes on a GPU, if the teacher is named. It is no part of the run's peak.
     capture_mib: float | None = None
     gpu: Gpu | None = None
-    fits: bool | None = None
+    fits: bool | None = None  # None without a GPU to compare with
+    # settings that take less, each by itself; if none is enough, the last combines several
     changes: tuple[Change, ...] = ()
 
 
@@ -208,6 +201,7 @@ def highest(memory: StepMemory, sharding: Sharding) -> tuple[str, Peak]:
 
 def _longest(config: "RunConfig", lengths: RowLengths | str) -> tuple[int, bool]:
     """Return the tokens of the longest row of a batch, and whether others may be shorter."""
+    # TRL cuts rows at max_length; packed rows are all that long.
     limit = config["max_length"]
     longest_row = shortest = None
     if isinstance(lengths, RowLengths) and not config["packing"]:
@@ -229,6 +223,7 @@ def _tokens(config: "RunConfig", spec: StepSpec, lengths: RowLengths | str, shar
     else:
         mean, epoch_rows = min(lengths.mean, longest), lengths.rows
         if config["packing"]:
+            # Packed rows are full, but for the last.
             epoch_rows, mean = math.ceil(lengths.rows * mean / longest), float(longest)
         if config.recipe == "distill" and config["teacher"] == "cache":
             assert spec.teacher_records is not None
@@ -256,6 +251,7 @@ def _changes(config: "RunConfig", lengths: RowLengths | str, gpu: Gpu, peak_mib:
     less = tuple(change for change in tried if change.peak_mib < peak_mib)
     if any(change.fits for change in less):
         return less
+    # Each change is cheap by itself; together they may be what fits.
     together: tuple[str, ...] = ()
     for change in tried:
         together += tuple(setting for setting in change.settings if setting not in together)
@@ -271,6 +267,7 @@ def _candidates(config: "RunConfig") -> Sequence[tuple[str, ...]]:
     if not config["gradient_checkpointing"]:
         candidates += [("memory=lean",), CHANGES[0] if config["memory"] == FAST else (*CHANGES[0], "memory=fast")]
     if rows > 1:
+        # Half of the rows, and as many steps of accumulation more: the batch stays as large.
         less = -(-rows // 2)
         more = math.ceil(rows * accumulation / less)
         candidates.append((f"per_device_train_batch_size={less}", f"gradient_accumulation_steps={more}"))
@@ -287,6 +284,7 @@ def _changed(config: "RunConfig", settings: tuple[str, ...], lengths: Any, gpu: 
     """Simulate the changed settings; None if they are refused or change nothing."""
     try:
         changed = load_run_config(config.source, [*config.overrides, *settings])
+        # The configuration has it already.
         if all(changed[key] == config[key] for key in (s.partition("=")[0] for s in settings)):
             return None
         memory = simulate(step_spec(changed, *_longest(changed, lengths), gpu.bf16))
