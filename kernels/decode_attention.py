@@ -153,6 +153,8 @@ def _launch(
     B, heads, D = q.shape
     group = heads // k.shape[1]
     block, warps = SHAPES.DECODE_ATTENTION
+    if D * q.element_size() > 512:  # more does not fit into shared memory
+        block //= 2
     return kept_launch(
         _kernel, (B, k.shape[1]), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         scale, softcap or 1.0, window or 0, GROUP=group, HEADS=k.shape[1], D=D,

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, Cache, GenerationConfig
@@ -122,10 +123,12 @@ def _attention(
         how: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "dropout": 0.0}
         how |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
         return PackedAttention(rollouts.former)(module, query, key, value, None, **how)[0], None
+    # under autocast norms and rotations may hand over fp32, which sdpa would cast too
+    q, k, v = (x[:, :, 0].to(kept.keys[layer].dtype) for x in (query, key, value))
     o = decode_attention(
-        query[:, :, 0], key[:, :, 0], value[:, :, 0], kept.keys[layer], kept.values[layer], rollouts.step.slot,
-        rollouts.step.length, scale=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap,
-        window=sliding_window, places=kept.places[layer],
+        q, k, v, kept.keys[layer], kept.values[layer], rollouts.step.slot, rollouts.step.length,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap, window=sliding_window,
+        places=kept.places[layer],
     )  # fmt: skip
     return o[:, None], None
 
@@ -218,7 +221,7 @@ class Rollouts:
         """
         if not prompts:
             return []
-        with self._attending():
+        with self._attending(), adapters_merged(self._model):
             if not self._proved:
                 self._prove(prompts[:PROVED_ROWS])
             self._seed.fill_(seed)
@@ -354,13 +357,11 @@ class Rollouts:
 
     @contextmanager
     def _attending(self) -> Iterator[None]:
-        replacements, token = Replacements(), _current.set(self)
-        for config in attention_configs(self._model):
-            replacements.set(config, "_attn_implementation_internal", NAME)
+        token = _current.set(self)
         try:
-            yield
+            with _attention_is(self._model, NAME):
+                yield
         finally:
-            replacements.undo()
             _current.reset(token)
 
     def _prove(self, prompts: Sequence[Tokens]) -> None:
@@ -395,7 +396,7 @@ class Rollouts:
             self._ends.copy_(torch.tensor(self._end_list or [-1]))
             self.kept.release()
         got = torch.stack(seen, 1)  # (rows, steps, V)
-        with _undone(self._model, self.former):
+        with _attention_is(self._model, self.former):
             want = torch.stack([
                 self._model(
                     input_ids=torch.tensor([[*prompt, *more]], device=self._device), use_cache=False,
@@ -413,11 +414,36 @@ class Rollouts:
 
 
 @contextmanager
-def _undone(model: Any, former: str) -> Iterator[None]:
-    """Within, the model has its former attention."""
+def adapters_merged(model: Any) -> Iterator[None]:
+    """Within, the weights under adapters hold what the adapters add; after it they have the bits that they had.
+
+    Adapters next to the weights launch four more kernels for each product, and double a step. Weights in 16 bits round
+    what is added to them, so that a draw may differ where two tokens are equally likely but for rounding.
+    """
+    layers = [
+        module for module in model.modules()
+        if isinstance(module, BaseTunerLayer) and not (module.merged or module.disable_adapters)
+    ]  # fmt: skip
+    saved = [{name: x.detach().clone() for name, x in layer.get_base_layer().named_parameters()} for layer in layers]
+    merged = []
+    try:
+        for layer in layers:
+            merged.append(layer)
+            layer.merge()  # pyright: ignore[reportCallIssue]
+        yield
+    finally:
+        for layer, weights in zip(merged, saved, strict=False):
+            layer.unmerge()
+            for name, x in layer.get_base_layer().named_parameters():
+                x.data.copy_(weights[name])
+
+
+@contextmanager
+def _attention_is(model: Any, name: str) -> Iterator[None]:
+    """Within, the model calls the attention that is registered under this name."""
     replacements = Replacements()
     for config in attention_configs(model):
-        replacements.set(config, "_attn_implementation_internal", former)
+        replacements.set(config, "_attn_implementation_internal", name)
     try:
         yield
     finally:
@@ -484,12 +510,12 @@ def why_not(model: Any, settings: GenerationConfig) -> str | None:
     strange = {type(p).__name__ for p in base.parameters() if type(p) is not nn.Parameter or hasattr(p, "ds_id")}
     if strange or any(isinstance(p, DTensor) for p in base.parameters()):
         return f"its weights are {', '.join(sorted(strange)) or 'sharded'}"
+    if any(map(looks_like_experts, layers.modules())):
+        return "it has experts"
     return next((reason for module in layers.modules() for reason in [_why_not_layer(module)] if reason), None)
 
 
 def _why_not_layer(module: nn.Module) -> str | None:
-    if looks_like_experts(module):
-        return "it has experts"
     if is_hooked(module):
         return f"a {type(module).__name__} has hooks"
     if getattr(module, "sinks", None) is not None:

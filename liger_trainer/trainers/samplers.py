@@ -49,7 +49,7 @@ class ModelSampler:
     ):  # fmt: skip
         self._args, self._tokenizer, self._writable, self._autocast = args, tokenizer, writable, autocast
         self._reshards = reshards
-        self._rollouts: dict[int, Rollouts | None] = {}  # by the model's id; None: `generate` samples for it
+        self._rollouts: dict[int, tuple[Any, Rollouts | None]] = {}  # by the model: settings; None: generate samples
 
     def sample(self, model: Any, prompts: Sequence[Tokens], seed: int) -> list[Tokens]:
         """Sample a completion for each prompt, with the token that ended it.
@@ -75,7 +75,7 @@ class ModelSampler:
                 try:
                     return rollouts.complete(prompts, seed, self._args.generation_batch_size)
                 except NotServed as reason:
-                    self._refuse(model, str(reason))
+                    self._refuse(model, settings, str(reason))
             for at in range(0, len(prompts), size):
                 completions += self._complete(model, prompts[at : at + size], settings, device)
         return [until_the_end(tokens, ends if isinstance(ends, list) else [ends]) for tokens in completions]
@@ -85,21 +85,22 @@ class ModelSampler:
         wanted = getattr(self._args, "sampler", GENERATE)
         if wanted == GENERATE or (wanted == AUTO and device.type != "cuda"):
             return None
-        if id(model) not in self._rollouts:
+        chosen = settings.to_diff_dict()
+        if self._rollouts.get(id(model), (None,))[0] != chosen:
             try:
                 recorder = CudaRecorder if device.type == "cuda" else None
-                self._rollouts[id(model)] = Rollouts(model, settings, recorder)
+                self._rollouts[id(model)] = chosen, Rollouts(model, settings, recorder)
             except NotServed as reason:
-                self._refuse(model, str(reason))
-        return self._rollouts[id(model)]
+                self._refuse(model, settings, str(reason))
+        return self._rollouts[id(model)][1]
 
-    def _refuse(self, model: Any, reason: str) -> None:
+    def _refuse(self, model: Any, settings: GenerationConfig, reason: str) -> None:
         if self._args.sampler == GRAPHS:
             raise ConfigError(f"sampler: graphs does not go with this model: {reason}.")
         announce(
             f"completions of {type(base_of(model)).__name__} are sampled by generate, not in CUDA graphs: {reason}."
         )
-        self._rollouts[id(model)] = None
+        self._rollouts[id(model)] = settings.to_diff_dict(), None
 
     def settings(self, model: Any) -> GenerationConfig:
         args = self._args

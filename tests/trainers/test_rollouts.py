@@ -1,0 +1,188 @@
+"""Completions decoded step by step with kept keys: equal to `generate`'s, whoever leaves when; who is not served."""
+
+import random
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from recorders import RunsAgain
+from tiny import FAMILIES, VOCAB, completions, tiny_model
+from trainings import distill, logged, trained
+from transformers import GenerationConfig
+
+from liger_trainer import patch
+from liger_trainer.errors import ConfigError
+from liger_trainer.patching.graphs.layer_graphs import CudaRecorder
+from liger_trainer.trainers import rollouts as rollouts_file
+from liger_trainer.trainers.rollouts import NotServed, Rollouts
+
+REFUSED = {"mixtral": "experts", "gpt2": "something else for each implementation"}
+SERVED = [family for family in FAMILIES if family not in REFUSED]
+DEVICES = [("cpu", RunsAgain), pytest.param("cuda", CudaRecorder, marks=pytest.mark.gpu)]
+
+
+def prompts_of(lengths=(1, 5, 17, 30, 2, 9, 9)):
+    numbers = random.Random(0)
+    return [[numbers.randrange(VOCAB - 5) for _ in range(length)] for length in lengths]
+
+
+def settings(**options):
+    defaults = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": [5, 7], "pad_token_id": 0}
+    return GenerationConfig(**{**defaults, **options})
+
+
+def generated(model, prompts, how):
+    """What `generate` writes, a prompt at a time, up to the end."""
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=model.device)
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=how)
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
+@pytest.mark.parametrize("device, recorder", DEVICES)
+@pytest.mark.parametrize("family", SERVED)
+def test_greedy_texts_are_those_of_generate(family, device, recorder):
+    """Ends at different lengths, in one batch, with rows that wait, and again after the weights have changed."""
+    model, prompts = tiny_model(family).to(device), prompts_of()
+    endless = generated(model, prompts, settings(eos_token_id=None))
+    how = settings(eos_token_id=[endless[2][4], endless[5][1]])
+    want = generated(model, prompts, how)
+    assert len(want[2]) <= 5 and len(want[5]) <= 2
+    patch(model)
+    rollouts = Rollouts(model, how, recorder)
+    assert rollouts.complete(prompts, seed=0) == want
+    assert rollouts.complete(prompts, seed=0, most_rows=3) == want
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    assert rollouts.complete(prompts[:2], seed=0) == generated(model, prompts[:2], how)
+    model.model.embed_tokens.weight.data = model.model.embed_tokens.weight.data.flip(1).contiguous()  # elsewhere
+    assert rollouts.complete(prompts[:2], seed=0) == generated(model, prompts[:2], how)
+
+
+def test_draws_follow_from_seed_and_prompt_and_from_nothing_else():
+    model, prompts = tiny_model("qwen3"), prompts_of((4,) * 6)
+    prompts = [prompts[0]] * 3 + prompts[3:]
+    rollouts = Rollouts(model, settings(do_sample=True, eos_token_id=None), None)
+    state = torch.random.get_rng_state()
+    first = rollouts.complete(prompts, seed=3)
+    assert rollouts.complete(prompts, seed=3) == first != rollouts.complete(prompts, seed=4)
+    assert rollouts.complete(prompts, seed=3, most_rows=2) == first
+    assert len(set(map(tuple, first[:3]))) == 3  # equal prompts draw differently
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("how", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 9, "top_p": 0.4}], ids=str)
+def test_filters_keep_the_tokens_that_generate_keeps(how):
+    model, prompt = tiny_model("qwen3"), prompts_of((6,))[0]
+    options = {"do_sample": True, "temperature": 1.5, "eos_token_id": None, "max_new_tokens": 1, "top_k": 0, **how}
+    drawn = Rollouts(model, settings(**options), None).complete([prompt] * 400, seed=0)
+    scores = model(torch.tensor([prompt])).logits[:, -1].float() / 1.5
+    for warp in model._get_logits_processor(settings(**options), 1, None, None, None):
+        if "Temperature" not in type(warp).__name__:
+            scores = warp(None, scores)
+    kept = set(scores[0].isfinite().nonzero().flatten().tolist())
+    assert {token for (token,) in drawn} == kept and 1 < len(kept) < VOCAB
+
+
+def test_what_may_not_be_written_is_not():
+    model, banned = tiny_model("qwen3"), list(range(10, VOCAB))
+    how = settings(do_sample=True, suppress_tokens=banned, eos_token_id=None)
+    drawn = Rollouts(model, how, None).complete(prompts_of(), seed=0)
+    assert {token for text in drawn for token in text} <= set(range(10))
+
+
+def test_one_token_one_prompt_none():
+    model = tiny_model("llama")
+    prompts = prompts_of((3, 1))
+    assert Rollouts(model, settings(max_new_tokens=1), None).complete(prompts, 0) == generated(
+        model, prompts, settings(max_new_tokens=1)
+    )
+    all_ends = Rollouts(model, settings(eos_token_id=list(range(VOCAB))), None)
+    assert [len(text) for text in all_ends.complete(prompts, 0)] == [1, 1]
+    assert all_ends.complete([], 0) == []
+
+
+@pytest.mark.parametrize("recorder", [None, RunsAgain])
+def test_adapters_write_as_they_do_next_to_the_weights(recorder):
+    model = get_peft_model(tiny_model("qwen3"), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    patch(model)
+    before, prompts = {n: p.clone() for n, p in model.named_parameters()}, prompts_of()
+    want, rollouts = generated(model, prompts, settings()), Rollouts(model, settings(), recorder)
+    assert rollouts.complete(prompts, 0) == rollouts.complete(prompts, 0) == want
+    with model.disable_adapter():
+        assert rollouts.complete(prompts, 0) == generated(model, prompts, settings()) != want
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_adapters_weights_come_back_after_an_error(monkeypatch):
+    model = get_peft_model(tiny_model("qwen3"), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    before, rollouts = {n: p.clone() for n, p in model.named_parameters()}, Rollouts(model, settings(), None)
+
+    def fails(*_, **__):
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(rollouts, "_decode", fails)
+    with pytest.raises(RuntimeError, match="no more"):
+        rollouts.complete(prompts_of(), 0)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert model.config._attn_implementation == "sdpa"
+
+
+def with_prompt_tuning():
+    return get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
+def hooked():
+    model = tiny_model()
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make, how, reason",
+    [
+        *((lambda family=family: tiny_model(family), {}, reason) for family, reason in REFUSED.items()),
+        (tiny_model, {"repetition_penalty": 1.1}, "repetition_penalty"),
+        (tiny_model, {"num_beams": 2}, "num_beams"),
+        (tiny_model, {"no_repeat_ngram_size": 2}, "no_repeat_ngram_size of GenerationConfig"),
+        (with_prompt_tuning, {}, "prompts are learned"),
+        (hooked, {}, "a LlamaMLP has hooks"),
+        (lambda: tiny_model(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), {}, "rope depends"),
+    ],
+)
+def test_who_is_not_served(make, how, reason):
+    with pytest.raises(NotServed, match=reason):
+        Rollouts(make(), settings(**how), None)
+
+
+def test_a_model_that_computes_something_else_here_is_not_served(monkeypatch):
+    """The first rollout compares a few steps with plain forward passes."""
+    right = rollouts_file.decode_attention
+    monkeypatch.setattr(rollouts_file, "decode_attention", lambda *args, **how: right(*args, **{**how, "window": 3}))
+    with pytest.raises(NotServed, match="away from those of whole rows"):
+        Rollouts(tiny_model(), settings(), None).complete(prompts_of(), 0)
+
+
+def on_policy(**options):
+    generation = {"do_sample": False}
+    return distill(
+        tiny_model("qwen3"), tiny_model("qwen3", seed=1), completions(8),
+        **{"lmbda": 1.0, "max_completion_length": 6, "max_steps": 2, "generation_kwargs": generation, **options},
+    )  # fmt: skip
+
+
+def test_a_training_on_these_completions_is_the_one_on_those_of_generate():
+    by_graphs, by_generate = (trained(on_policy(sampler=sampler)) for sampler in ("graphs", "generate"))
+    assert logged(by_graphs) == pytest.approx(logged(by_generate), rel=1e-6)
+    assert logged(by_graphs, "completion_length") == logged(by_generate, "completion_length")
+
+
+def test_a_student_that_cannot_is_refused_or_sampled_by_generate(capsys):
+    gpt2 = {"student": tiny_model("gpt2"), "teacher": tiny_model("gpt2", seed=1)}
+    with pytest.raises(ConfigError, match="sampler: graphs does not go with this model: its attention computes"):
+        trained(distill(**gpt2, data=completions(8), lmbda=1.0, sampler="graphs", max_completion_length=4))
+    assert trained(on_policy()).state.global_step == 2  # auto, without a GPU
+    assert "not in CUDA graphs" not in capsys.readouterr().out
