@@ -18,28 +18,21 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from transformers import AttentionInterface, Cache, GenerationConfig
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..common.replacements import Replacements
-from ..compat.modules import is_hooked
-from ..errors import ConfigError
-from ..kernels.decode_attention import WIDEST, decode_attention, places_of
+from ..kernels.decode_attention import decode_attention, places_of
 from ..kernels.draw_tokens import draw_tokens
-from ..losses.model_parts import decoder_layers, reads_images
 from ..patching.graphs.layer_graphs import Recorder
-from ..patching.layers.experts import looks_like_experts
 from ..patching.packing.packed_attention import (
     NAMES,
     PackedAttention,
-    asks_for_implementation,
     attention_configs,
-    attention_modules,
 )
 from ..patching.patcher import base_of
+from .rollout_support import NotServed, adapters_merged, why_not
 
 Tokens = list[int]
 NAME = "liger_rollout"
@@ -47,11 +40,6 @@ CHUNK = 16  # steps between two looks at who has ended: a look waits for the GPU
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows of a step
 MEMORY = 0.8  # of what is free, for keys and values
 PROVED_ROWS, PROVED_STEPS = 4, 8
-SERVED = {  # fields of GenerationConfig that are read here, or change nothing
-    "do_sample", "use_cache", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "suppress_tokens",
-    "pad_token_id", "bos_token_id", "eos_token_id", "disable_compile", "transformers_version", "_from_model_config",
-    "return_dict_in_generate", "num_return_sequences", "cache_implementation", "repetition_penalty", "num_beams",
-}  # fmt: skip
 
 
 class KeptKeys(Cache):
@@ -100,10 +88,6 @@ class _Layer:
     """What transformers asks the layers of a cache."""
 
     is_compileable, is_sliding, is_initialized = True, False, True
-
-
-class NotServed(Exception):
-    """These completions are sampled by `generate`. The message says why."""
 
 
 _current: ContextVar["Rollouts"] = ContextVar("rollouts")
@@ -414,31 +398,6 @@ class Rollouts:
 
 
 @contextmanager
-def adapters_merged(model: Any) -> Iterator[None]:
-    """Within, the weights under adapters hold what the adapters add; after it they have the bits that they had.
-
-    Adapters next to the weights launch four more kernels for each product, and double a step. Weights in 16 bits round
-    what is added to them, so that a draw may differ where two tokens are equally likely but for rounding.
-    """
-    layers = [
-        module for module in model.modules()
-        if isinstance(module, BaseTunerLayer) and not (module.merged or module.disable_adapters)
-    ]  # fmt: skip
-    saved = [{name: x.detach().clone() for name, x in layer.get_base_layer().named_parameters()} for layer in layers]
-    merged = []
-    try:
-        for layer in layers:
-            merged.append(layer)
-            layer.merge()  # pyright: ignore[reportCallIssue]
-        yield
-    finally:
-        for layer, weights in zip(merged, saved, strict=False):
-            layer.unmerge()
-            for name, x in layer.get_base_layer().named_parameters():
-                x.data.copy_(weights[name])
-
-
-@contextmanager
 def _attention_is(model: Any, name: str) -> Iterator[None]:
     """Within, the model calls the attention that is registered under this name."""
     replacements = Replacements()
@@ -476,50 +435,3 @@ def _warpers(settings: GenerationConfig) -> list[Any]:
         *([TopPLogitsWarper(top_p)] if top_p < 1 else []),
         *([MinPLogitsWarper(min_p)] if min_p else []),
     ]
-
-
-def why_not(model: Any, settings: GenerationConfig) -> str | None:
-    """Say why completions of a model are sampled by `generate`, None where they can be decoded here."""
-    base = base_of(model)
-    others = {k: v for k, v in settings.to_diff_dict().items() if k not in SERVED and v is not None}
-    if others:
-        return f"{', '.join(sorted(others))} of GenerationConfig"
-    if (settings.repetition_penalty or 1.0) != 1.0 or (settings.num_beams or 1) > 1 or settings.cache_implementation:
-        return "repetition_penalty, num_beams or cache_implementation is set"
-    if getattr(base.config, "is_encoder_decoder", False) or reads_images(base):
-        return "the model reads more than text"
-    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
-        return "prompts are learned"
-    try:
-        layers = decoder_layers(base)[1]
-    except ConfigError as error:
-        return str(error)
-    attention = list(attention_modules(base))
-    if len(attention) != len(layers) or any(not hasattr(module, "layer_idx") for module in attention):
-        return "not every layer calls its attention by transformers' interface"
-    text = base.config.get_text_config()
-    if text._attn_implementation not in (*NAMES, *NAMES.values()):
-        return f"its attention is {text._attn_implementation}"
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if kinds - {"full_attention", "sliding_attention"}:
-        return f"it has layers of the kinds {', '.join(sorted(kinds))}"
-    if any(asks_for_implementation(kind) for kind in {type(module) for module in base.modules()}):
-        return "its attention computes something else for each implementation"
-    if any(getattr(module, "rope_type", "") in ("dynamic", "longrope") for module in base.modules()):
-        return "its rope depends on the longest row"
-    strange = {type(p).__name__ for p in base.parameters() if type(p) is not nn.Parameter or hasattr(p, "ds_id")}
-    if strange or any(isinstance(p, DTensor) for p in base.parameters()):
-        return f"its weights are {', '.join(sorted(strange)) or 'sharded'}"
-    if any(map(looks_like_experts, layers.modules())):
-        return "it has experts"
-    return next((reason for module in layers.modules() for reason in [_why_not_layer(module)] if reason), None)
-
-
-def _why_not_layer(module: nn.Module) -> str | None:
-    if is_hooked(module):
-        return f"a {type(module).__name__} has hooks"
-    if getattr(module, "sinks", None) is not None:
-        return "its attention has sinks"
-    if (getattr(module, "head_dim", None) or 0) > WIDEST:
-        return f"its heads are wider than {WIDEST}"
-    return None
