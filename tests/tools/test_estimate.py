@@ -231,7 +231,7 @@ def test_one_micro_batch_finds_the_peaks_of_two_whole_steps(family, options, acc
     made = functools.partial(_with_an_unused_weight, memory_simulation._built)
     monkeypatch.setattr(memory_simulation, "_built", made)
     spec = step(student=model, teacher=teacher, accumulation=accumulation, **options)
-    batches = calls_of(monkeypatch, memory_simulation._TrainerSteps, "_loss")
+    batches = calls_of(monkeypatch, memory_simulation._TrainerSteps, "_micro_batch")
     found = simulate(spec)
     assert len(batches) == 1
     monkeypatch.setattr(memory_simulation, "_TrainerSteps", _EveryMoment)
