@@ -87,7 +87,7 @@ def test_padding_and_added_tokens_just_work_and_are_told(tmp_path, capsys):
     assert trainer.distillation.vocab_size == VOCAB
     assert (
         "liger-trainer: vocabulary: 64 tokens, the same in both tokenizers; left out of the loss: 6 rows of padding in "
-        "the student's head (ids 64 to 69), 1 token of the teacher's alone (64 '<tool>'), 15 rows of padding in the "
+        "the student's head (ids 64 to 69), 1 token that only the teacher has (64 '<tool>'), 15 rows of padding in the "
         "teacher's head (ids 65 to 79)\n"
     ) in capsys.readouterr().out
     cut = type(tiny_model()).from_pretrained(path)
