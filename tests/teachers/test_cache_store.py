@@ -9,10 +9,10 @@ import threading
 import pytest
 import torch
 from caches import config, end_of, flip, keys_of, trainer_of
+from commands import call
 from tiny import tiny_model
-from transformers import TrainerCallback
+from trainings import OnStep
 
-from liger_trainer.cli.app import main
 from liger_trainer.common.files import sha256
 from liger_trainer.errors import ConfigError, CorruptError
 from liger_trainer.teachers.cache import store
@@ -59,21 +59,15 @@ def test_checkpoints_and_the_end_wait_for_the_check(cache, tmp_path, monkeypatch
     monkeypatch.setattr(
         store, "sha256", lambda part: compare(part) if isinstance(part, bytes) or stepped.wait(20) else ""
     )
-
-    class Steps(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                stepped.set()
-
-    options = {"output_dir": str(tmp_path / "out"), "max_steps": 2, "save_strategy": saves, "save_steps": 2}
-    file = cache / "shard-00002.safetensors"
+    file, out = cache / "shard-00002.safetensors", tmp_path / "out"
     flip(file, file.stat().st_size - 40, 5)  # in its records
+    options = {"output_dir": str(out), "max_steps": 2, "save_strategy": saves, "save_steps": 2}
     trainer = trainer_of(config(cache, cache_entries=8, **options))
-    trainer.add_callback(Steps())
+    trainer.add_callback(OnStep(lambda: trainer.state.global_step == 2 and stepped.set()))
     with pytest.raises(CorruptError, match=r"shard-00002.safetensors is damaged: .* then start the same run again"):
         trainer.train()
     assert stepped.is_set() and trainer.state.global_step == 2
-    assert not list((tmp_path / "out").glob("checkpoint-*"))
+    assert not list(out.glob("checkpoint-*"))
 
 
 def rewritten(change):
@@ -135,21 +129,20 @@ def test_info_says_what_is_there(whole_cache, capsys):
     for words in ("finished", "the likeliest 8 tokens", "24 with 165 supervised tokens", "19 in a record", "float32"):
         assert words in said, said
     assert "draws" not in said
-    with pytest.raises(SystemExit):
-        main(["cache", "info", "--json", str(whole_cache / "c")])
-    told = json.loads(capsys.readouterr().out)
-    assert told["settings"]["entries"] == 8 and told["finished"] is True
+    code, out, _ = call(capsys, "cache", "info", "--json", str(whole_cache / "c"))
+    told = json.loads(out)
+    assert code == 0 and told["settings"]["entries"] == 8 and told["finished"] is True
     assert end_of(capsys, "cache", "info", "nowhere")[0] == 2
 
 
 def test_files_are_known_in_every_format(tmp_path):
     model = tiny_model("llama_tied")
+    state = model.state_dict()
+    tied = {name: x for name, x in state.items() if name != "lm_head.weight"}
     model.save_pretrained(tmp_path / "a")
-    (tmp_path / "b").mkdir()
-    torch.save(model.state_dict(), tmp_path / "b" / "pytorch_model.bin")
-    state = {name: x for name, x in model.state_dict().items() if name != "lm_head.weight"}
-    (tmp_path / "c").mkdir()
-    torch.save(state, tmp_path / "c" / "pytorch_model.bin")
+    for name, weights in (("b", state), ("c", tied)):
+        (tmp_path / name).mkdir()
+        torch.save(weights, tmp_path / name / "pytorch_model.bin")
     a, b, c = (files_fingerprint(str(tmp_path / name)) for name in "abc")
     assert a == c != b
     (tmp_path / "d").mkdir()
@@ -157,20 +150,16 @@ def test_files_are_known_in_every_format(tmp_path):
         files_fingerprint(str(tmp_path / "d"))
 
 
-def changed_in_place(file):
-    flip(file, file.stat().st_size - 40, 5)
-
-
 def replaced(file):
     content = file.read_bytes()
     file.unlink()
     file.write_bytes(content)
-    changed_in_place(file)
 
 
 CHANGES = {
-    "in place": changed_in_place, "replaced": replaced, "emptied": lambda file: file.write_bytes(b""),
-    "removed": lambda file: file.unlink(),
+    "in place": lambda file: flip(file, file.stat().st_size - 40, 5),
+    "replaced": lambda file: (replaced(file), flip(file, file.stat().st_size - 40, 5)),
+    "emptied": lambda file: file.write_bytes(b""), "removed": lambda file: file.unlink(),
 }  # fmt: skip
 
 
@@ -178,21 +167,19 @@ CHANGES = {
 @pytest.mark.parametrize("verified", [True, False])
 def test_a_shard_that_changes_after_it_was_compared_ends_the_training(cache, tmp_path, change, verified):
     """Changed after the first step, by when all are compared; also by a copy that has the old time of change."""
-    file, trainer = cache / "shard-00002.safetensors", None
-
-    class Change(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                trainer.teaching.settle()
-                times = file.stat().st_atime_ns, file.stat().st_mtime_ns
-                CHANGES[change](file)
-                if file.exists():
-                    os.utime(file, ns=times)
-
-    out = tmp_path / "out"
+    file, out = cache / "shard-00002.safetensors", tmp_path / "out"
     options = {"output_dir": str(out), "max_steps": 6, "save_strategy": "steps", "save_steps": 6}
     trainer = trainer_of(config(cache, cache_entries=8, verify_teacher_cache=verified, **options))
-    trainer.add_callback(Change())
+
+    def alter():
+        if trainer.state.global_step == 1:
+            trainer.teaching.settle()
+            times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+            CHANGES[change](file)
+            if file.exists():
+                os.utime(file, ns=times)
+
+    trainer.add_callback(OnStep(alter))
     with pytest.raises(CorruptError, match="shard-00002.safetensors"):
         trainer.train()
     assert not list(out.glob("checkpoint-*"))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from caches import FORMS, STEP, captured, config, keys_of, logits_by_hand, other_tokenizer, teacher_model, trainer_of
 from datasets import Dataset
+from quick_cases import by_turns
 from tiny import completions, kl, shift_labels_of, texts, tiny_model, tiny_tokenizer
 
 from liger_trainer.errors import ConfigError, DataError, MaterializedLogitsWarning
@@ -16,17 +17,10 @@ from liger_trainer.teachers.row_keys import documents
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 
-
 KINDS = {"topk": {"cache_kind": "topk"}, "sampled": {"cache_kind": "sampled"}, "both": {"cache_tail_draws": 4}}
 
 
-ALL = [(form, kind) for form in FORMS for kind in KINDS]
-QUICK = set(zip(FORMS, list(KINDS) * 4, strict=False))  # each form with one kind, by turns; the others are slow
-
-
-@pytest.mark.parametrize(
-    "form, kind", [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in ALL]
-)
+@pytest.mark.parametrize("form, kind", by_turns(FORMS, KINDS))
 def test_rows_packed_or_masked_give_the_loss_of_the_sparse_target_computed_live(tmp_path, form, kind):
     """By hand: each supervised position's own entries, from the teacher's forward over only that document."""
     rows, options = FORMS[form]

@@ -182,11 +182,11 @@ ON_POLICY = {"lmbda": 1.0, "max_completion_length": 7, "temperature": 1.0, **ROU
              "losses": [term for term in LOSSES if term["type"] != "ce"]}  # fmt: skip
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["completions", "prompts alone"])
-def test_routed_on_policy(alone):
+@pytest.mark.parametrize("prompts_only", [False, True], ids=["completions", "prompts"])
+def test_routed_on_policy(prompts_only):
     """A row keeps its teacher when the student completes it, in training and in evaluation."""
     data, test = rows(16), rows(6, seed=9)
-    if alone:
+    if prompts_only:
         data, test = data.remove_columns("completion"), test.remove_columns("completion")
     trainer = make(teachers(), data, test, per_device_train_batch_size=4, gradient_accumulation_steps=4, **ON_POLICY)
     tokenizer, seen, answer = tiny_tokenizer(), [], trainer.teaching.answer

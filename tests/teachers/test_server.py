@@ -249,13 +249,13 @@ def test_a_slow_server_and_none_at_all():
 
 def test_several_servers_share_the_requests():
     """And give the loss and gradients of one."""
-    with served(a_teacher()) as one, served(a_teacher()) as other, served(a_teacher()) as alone:
+    with served(a_teacher()) as one, served(a_teacher()) as other, served(a_teacher()) as single:
         logs, gradients = step(make(one, data=completions(8), teacher_server_base_url=[one.url, other.url]))
-        want_logs, want = step(make(alone, data=completions(8)))
+        want_logs, want = step(make(single, data=completions(8)))
         asked = [server.requests for server in (one, other)]
-        assert all(requests and requests[0]["prompt"] == alone.requests[0]["prompt"] for requests in asked)
+        assert all(requests and requests[0]["prompt"] == single.requests[0]["prompt"] for requests in asked)
         assert min(len(requests) for requests in asked) > 1
-        assert sum(map(len, asked)) == len(alone.requests) + 1  # each is asked about the first tokens
+        assert sum(map(len, asked)) == len(single.requests) + 1  # each is asked about the first tokens
     assert logs["loss"] == want_logs["loss"]
     assert all(torch.equal(gradient, want[name]) for name, gradient in gradients.items())
 

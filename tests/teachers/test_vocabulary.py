@@ -114,9 +114,9 @@ def test_a_teacher_of_another_tokenizer_is_refused_before_it_is_loaded(tmp_path,
     path = saved(tmp_path, byte_level(ENGLISH))
     with pytest.raises(ConfigError, match="different tokenizers: 64 of 64 shared ids differ"):
         make(path)
-    alone = saved(tmp_path / "alone", None)
+    bare = saved(tmp_path / "bare", None)
     with pytest.raises(ConfigError, match="different tokenizers"):
-        make(alone, teacher_tokenizer_name_or_path=path)
+        make(bare, teacher_tokenizer_name_or_path=path)
 
 
 def test_a_teacher_in_memory_is_known_by_the_directory_it_came_from(tmp_path):
@@ -152,5 +152,5 @@ def test_tokens_of_the_student_alone_in_the_rows(tmp_path, capsys):
     make(path, data=stream, **as_they_are)
     make(path, own, data=prepared([1, 63, 2]), **as_they_are)
     trainer = make(path, own, data=data)
-    assert "3 tokens of the student's alone (64 '<a>', 65 '<b>', 66 '<c>')" in capsys.readouterr().out
+    assert "3 tokens that only the student has (64 '<a>', 65 '<b>', 66 '<c>')" in capsys.readouterr().out
     assert trainer.distillation.vocab_size == VOCAB and torch.isfinite(torch.tensor(losses(trainer))).all()

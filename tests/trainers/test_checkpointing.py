@@ -112,9 +112,9 @@ def test_checkpoints_of_another_trainer_and_of_the_model_alone_are_taken_with_a_
         make(tmp_path).train(str(tmp_path / "checkpoint-2"))
     (tmp_path / "checkpoint-3" / MANIFEST).unlink()
     assert "manifest.json is missing, which it was saved with" in str(damage(tmp_path / "checkpoint-3"))
-    make(tmp_path / "alone", steps=2, save_only_model=True).train()
-    with pytest.warns(UserWarning, match="holds the model alone: optimizer and schedule start anew"):
-        make(tmp_path / "alone", steps=3, save_only_model=True).train(True)
+    make(tmp_path / "model", steps=2, save_only_model=True).train()
+    with pytest.warns(UserWarning, match="holds only the model: optimizer and schedule start again"):
+        make(tmp_path / "model", steps=3, save_only_model=True).train(True)
 
 
 def full(*_):

@@ -73,7 +73,7 @@ VALUES: list[tuple[Any, dict[str, Any], str]] = [
     (KD, several(OWN, teacher_model_name_or_path="x"), "either teachers or"),
     (KD, {"teachers": '[{"name": "a", "weight": -1}]'}, "a number above 0, got -1"),
     # caches: what they do not determine
-    (KD, {**CACHE, "beta": 0.5}, "determines the forward KL alone.* asks for jsd"),
+    (KD, {**CACHE, "beta": 0.5}, "determines only the forward KL.* asks for jsd"),
     (KD, {**CACHE, "losses": [{"type": "reverse_kl"}], "cache_tail_draws": 4}, "asks for reverse_kl"),
     (KD, {**CACHE, "losses": [{"type": "reverse_kl"}], "cache_kind": "sampled"}, "for reverse_kl"),
     (KD, {**CACHE, "losses": [CE]}, "asks for no divergence"),

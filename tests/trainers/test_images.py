@@ -124,7 +124,7 @@ def without_an_image():
 @pytest.mark.parametrize(
     ("rows", "options"),
     [pytest.param(lambda: picture_chats(4), {"assistant_only_loss": True}, marks=MARKS, id="answers by marks"),
-     pytest.param(without_an_image, {}, id="rows without images beside rows with them")],
+     pytest.param(without_an_image, {}, id="rows without images next to rows with them")],
 )  # fmt: skip
 def test_rows_of_other_forms(rows, options):
     data = rows()
@@ -266,9 +266,9 @@ def test_hidden_states_of_the_decoder_are_compared():
     rows = picture_answers(4)
     losses = [{"type": "forward_kl", "weight": 1.0}, {"type": "hidden_mse", "weight": 1.0}]
     teacher = vision_model("qwen3_vl", seed=1)
-    alone = first_step(distill("qwen3_vl", rows, copy.deepcopy(teacher)))[0]
+    without = first_step(distill("qwen3_vl", rows, copy.deepcopy(teacher)))[0]
     both = first_step(distill("qwen3_vl", rows, copy.deepcopy(teacher), losses=losses))[0]
-    assert both > alone
+    assert both > without
 
 
 SERVER = {"teacher_server_base_url": "http://localhost:1/v1", "teacher_server_model": "m"}
@@ -277,7 +277,7 @@ REFUSED = [
     *((ours, {name: value}, f"{name} does not go") for name, value in
       (("packing", True), ("padding_free", True), ("eval_packing", True), ("supervised_part", "content"))),
     (distill, {**SERVER, "teacher": "server"}, "text"),
-    (distill, {"teacher": "cache", "teacher_cache_dir": "/nowhere"}, "teacher: cache knows rows of text alone"),
+    (distill, {"teacher": "cache", "teacher_cache_dir": "/nowhere"}, "teacher: cache knows only rows of text"),
     (distill, {"lmbda": 0.5}, "samples does not go with rows that have images"),
     (distill, {"teacher_prompt": "Be kind."}, "teacher_prompt does not go"),
     (distill, {"losses": [{"type": "uld", "weight": 1.0}]}, "uld"),
@@ -323,8 +323,8 @@ def test_models_by_their_names_with_the_processors_beside_them(tmp_path):
     assert type(whole.data_collator).__name__ == "OwnImages"
     resumed = trained(trainer(), str(tmp_path / "out" / "checkpoint-1"))
     assert logged(resumed) == pytest.approx(logged(whole), rel=1e-6) and len(logged(whole)) == 2
-    beside = transformers.AutoProcessor.from_pretrained(tmp_path / "out" / "checkpoint-2")
-    assert beside.image_processor.size["height"] == 32
+    saved = transformers.AutoProcessor.from_pretrained(tmp_path / "out" / "checkpoint-2")
+    assert saved.image_processor.size["height"] == 32
 
 
 @families("qwen2_5_vl")

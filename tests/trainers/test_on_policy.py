@@ -20,7 +20,7 @@ from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.trainers.on_policy import DATASET, STUDENT, TEACHER, prompts_of, rows_of, sources
 from liger_trainer.trainers.options import NOTHING_SAMPLED
-from liger_trainer.trainers.rows import Writable
+from liger_trainer.trainers.rows import AllowedIds
 from liger_trainer.trainers.samplers import ModelSampler
 
 EOS = VOCAB - 3
@@ -96,8 +96,8 @@ def test_a_patched_model_samples_what_the_unpatched_one_does(family):
         slow = sampler(generation_kwargs={"use_cache": False}).sample(patched, PROMPTS, seed=3)
     assert slow == want and len({tuple(tokens) for tokens in want}) == 3
     for prompt, tokens in zip(PROMPTS, greedy().sample(plain, PROMPTS, 0), strict=True):
-        alone = double_copy(plain)(torch.tensor([prompt + tokens])).logits[0].argmax(-1)[len(prompt) - 1 : -1]
-        assert alone.tolist() == tokens  # padding on the left changes nothing
+        unpadded = double_copy(plain)(torch.tensor([prompt + tokens])).logits[0].argmax(-1)[len(prompt) - 1 : -1]
+        assert unpadded.tolist() == tokens  # padding on the left changes nothing
 
 
 def test_a_mixture_of_experts_samples_without_its_auxiliary_loss():

@@ -151,8 +151,8 @@ def test_padding_in_front_keeps_its_mask():
     ids, mask = torch.randint(5, 50, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
     mask[0, :4] = 0
     logits = model(input_ids=ids, attention_mask=mask, position_ids=mask.cumsum(1).sub(1).clamp(0)).logits
-    alone = model(input_ids=ids[:1, 4:]).logits
-    torch.testing.assert_close(logits[:1, 4:], alone, rtol=1e-4, atol=1e-5)
+    unpadded = model(input_ids=ids[:1, 4:]).logits
+    torch.testing.assert_close(logits[:1, 4:], unpadded, rtol=1e-4, atol=1e-5)
 
 
 def test_evaluation_alone_is_not_packed():

@@ -159,7 +159,7 @@ REFUSED = {  # before training
     "an unknown option": (tiny_model, {"rms_norms": True}, "Unknown patch options: rms_norms. There are rope"),
     "no fused loss": (tiny_model, {"fused_linear_cross_entropy": False}, ON_LOGITS),
     "a loss on logits": (tiny_model, {"cross_entropy": True}, ON_LOGITS),
-    "a loss of its own": (with_another_loss, None, "has a loss of its own"),
+    "another loss": (with_another_loss, None, "has a loss of its own"),
     "a file that cannot be saved": (
         lambda: with_limit(-1), None, "generation_config could not be saved with the trained model: .*-1",
     ),
