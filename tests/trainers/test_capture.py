@@ -92,7 +92,16 @@ def test_draws_are_unbiased(tmp_path, likeliest):
     assert torch.allclose(shares.sum(-1), torch.ones(len(shares)))
 
 
-def test_draws_depend_on_the_row_and_the_seed_alone(tmp_path):
+def test_what_has_no_mass_is_not_drawn():
+    """At the very end of the cumulative distribution, where numbers round to its sum, lie tokens that are named."""
+    reader = teacher_reader.TeacherReader(tiny_model(), RecordFormat("topk", 2, 8, VOCAB, 4))
+    log_p = torch.full((1, VOCAB), -1e4)
+    log_p[0, :2], log_p[0, -2:] = torch.tensor([0.75, 0.25]).log(), -torch.inf
+    draws = reader._drawn(log_p, log_p.argmax(-1), torch.tensor([[0.0, 0.5, 0.8, 1.0]], dtype=torch.float64))
+    assert draws.ids.tolist() == [[0, 0, 1, 0]] and draws.log_probs.isfinite().all()
+
+
+def test_draws_depend_only_on_the_row_and_the_seed(tmp_path):
     whole = captured(tmp_path / "a", cache_kind="sampled", per_device_eval_batch_size=24)
     captured(tmp_path / "b", completions().shuffle(seed=9), cache_kind="sampled", per_device_eval_batch_size=2)
     captured(tmp_path / "c", cache_kind="sampled", seed=7)

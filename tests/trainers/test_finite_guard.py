@@ -230,7 +230,8 @@ def test_an_infinite_gradient_under_a_scaler_is_no_error(monkeypatch):
     """fp16 finds its scale by gradients that overflow; a loss that is NaN is none of that."""
     overflown, broken = (sft(max_steps=1, save_strategy="no", callbacks=[DropsGradients()]) for _ in range(2))
     monkeypatch.setattr(type(overflown.accelerator), "mixed_precision", "fp16")
-    Plant(overflown, "gradient", 1), Plant(broken, "loss", 1)
+    Plant(overflown, "gradient", 1)
+    Plant(broken, "loss", 1)
     assert trained(overflown).state.global_step == 1
     assert stopped(broken).startswith("In step 1 the loss")
 

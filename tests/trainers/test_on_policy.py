@@ -267,7 +267,8 @@ def test_runs_repeat_and_resume(tmp_path):
     options = {"lmbda": 0.5, "seq_kd": True, "max_steps": 2, "save_strategy": "steps", "save_steps": 1,
                "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}  # fmt: skip
     whole, resumed, seeded = (make(output_dir=str(tmp_path / f"{seed}"), seed=seed, **options) for seed in (42, 42, 1))
-    trained(whole), trained(seeded)
+    trained(whole)
+    trained(seeded)
     trained(resumed, str(tmp_path / "42" / "checkpoint-1"))
     for got, want in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)

@@ -16,7 +16,10 @@ from liger_trainer.trainers import one_launch_adamw as adamw
 from liger_trainer.trainers.finite_guard import innermost
 from liger_trainer.trainers.one_launch_adamw import OneLaunchAdamW
 
-RUN: dict[str, Any] = {"max_steps": 4, "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.05}
+RUN: dict[str, Any] = {
+    "max_steps": 4, "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.05,
+    "adam_epsilon": 1e-2,  # so large that the scale of gradients matters, which clipping changes
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +50,7 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 def with_projectors(**options):
     """The clipping of the student's gradients does not touch theirs."""
     losses = [{"type": "forward_kl"}, {"type": "hidden_mse", "layers": "last"}]
-    return distill(teacher=tiny_model(seed=1, hidden_size=48), losses=losses, adam_epsilon=1e-2, **options)
+    return distill(teacher=tiny_model(seed=1, hidden_size=48), losses=losses, **options)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +62,6 @@ def test_as_torch(monkeypatch, make, most):
     expected = ended(make(**{**RUN, "max_grad_norm": most}), AdamW)
     assert len(expected["norms"]) == RUN["max_steps"]
     assert_same(got, expected)
-    if (make, most) == (sft, 0.0):  # what the comparison would miss if the coefficient were left out
-        clipped = ended(sft(**RUN, adam_epsilon=1e-2), AdamW)
-        loose = ended(sft(**{**RUN, "max_grad_norm": 0.0}, adam_epsilon=1e-2), AdamW)
-        assert not torch.allclose(clipped["lm_head.weight"], loose["lm_head.weight"], atol=1e-4)
 
 
 class Looks(TrainerCallback):
@@ -175,7 +174,8 @@ def test_what_is_rare_is_torchs(how):
                 optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
         else:
             one.coefficient = torch.tensor(0.5)
-        one.step(), other.step()
+        one.step()
+        other.step()
     assert torch.equal(ours, theirs) and one.coefficient is None
 
 
