@@ -1,4 +1,4 @@
-"""Chat with the student of a run, and with its teacher beside it: loading, the history, and streamed answers."""
+"""Chat with the student of a run, and with its teacher next to it: loading, the history, and streamed answers."""
 
 import dataclasses
 import json
@@ -56,6 +56,8 @@ class Manner:
         if self.temperature is not None:
             chosen |= {"do_sample": self.temperature > 0}
             chosen |= {"temperature": self.temperature} if self.temperature else {"temperature": None, "top_p": None}
+            # transformers warns of sampling options that greedy decoding does not read, also of those that the model's
+            # own generation_config sets
             chosen |= {} if self.temperature else {"top_k": None}
         return {"max_new_tokens": self.max_new_tokens, **chosen}
 
@@ -83,6 +85,7 @@ class Speaker:
             ConfigError: the chat is longer than the model reads, or its template refuses it.
         """
         ids = self._ids(messages).to(self.model.device)
+        # beyond this length positions mean nothing to the model, and some index out of a table
         limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if limit and ids.shape[1] >= limit:
             raise ConfigError(f"the chat has {ids.shape[1]:,} tokens and {self.name} reads {limit:,}; /clear it.")
@@ -91,6 +94,7 @@ class Speaker:
         keywords = manner.keywords()
         if limit:
             keywords["max_new_tokens"] = min(keywords["max_new_tokens"], limit - ids.shape[1])
+        # one row needs no padding, but `generate` warns without a number for it
         if self.tokenizer.pad_token_id is None:
             keywords["pad_token_id"] = self.tokenizer.eos_token_id
         streamer, began = _Pieces(self.tokenizer, say), time.perf_counter()
@@ -99,6 +103,7 @@ class Speaker:
                 input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer, **keywords
             )
         new = written[0, ids.shape[1] :]
+        # once more as a whole: the streamer hands text on in pieces
         text = self.tokenizer.decode(new, skip_special_tokens=True).strip()
         return Answer(text, len(new), time.perf_counter() - began)
 
@@ -134,18 +139,19 @@ class Chat:
     teacher: Callable[[], Speaker]
     manner: Manner = field(default_factory=Manner)
     messages: list[dict[str, str]] = field(default_factory=list)
-    beside: Speaker | None = None
+    second: Speaker | None = None
 
     def with_teacher(self, wanted: bool) -> None:
         """Have the teacher answer too, or not. Raises ConfigError where the run has no teacher that can be loaded."""
-        self.beside = self.teacher() if wanted else None
+        self.second = self.teacher() if wanted else None
 
     def ask(self, text: str, say: Callable[[Speaker], Say]) -> list[tuple[Speaker, Answer]]:
         """Have each model answer `text`. The student's answer joins the history."""
         system = [{"role": "system", "content": self.manner.system}] if self.manner.system else []
         asked = [*self.messages, {"role": "user", "content": text}]
-        speakers = [self.student, *([self.beside] if self.beside else [])]
+        speakers = [self.student, *([self.second] if self.second else [])]
         answers = [(speaker, speaker.answer([*system, *asked], self.manner, say(speaker))) for speaker in speakers]
+        # the teacher goes on from the student's answers: both see one chat
         self.messages = [*asked, {"role": "assistant", "content": answers[0][1].text}]
         return answers
 
@@ -162,6 +168,7 @@ def open_chat(target: str, manner: Manner, device: str | None, trust: bool = Fal
     """
     place = _device(device)
     path = Path(target).expanduser()
+    # a run's folder, or a checkpoint in it
     settings = next((p / CONFIG for p in (path, path.absolute().parent) if (p / CONFIG).is_file()), None)
     config = None
     if path.is_dir() and settings is not None:
@@ -177,6 +184,7 @@ def open_chat(target: str, manner: Manner, device: str | None, trust: bool = Fal
 
 def _teacher(config: RunConfig | None, target: str, student: Speaker, device: torch.device, trust: bool) -> Speaker:
     values = config.values if config else {}
+    # the teacher of such a run was the student without its adapters, which is loaded already
     if values.get("teacher") == "self" and hasattr(student.model, "peft_config"):
         return Speaker("teacher", student.model, student.tokenizer, adapters_off=True)
     name = values.get("teacher_model_name_or_path")
@@ -190,6 +198,7 @@ def _device(name: str | None) -> torch.device:
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name or best)
+        # torch.device takes any name; memory shows whether there is such a device
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # unknown, or not in this build or machine
         raise ConfigError(f"--device {name}: {str(error).partition(chr(10))[0]}") from None
@@ -208,13 +217,15 @@ def _load(name: str, where: str, device: torch.device, trust: bool, revision: st
         model = load_whole(load, base, dtype=dtype, **of_base)
         if adapter is not None:
             model = with_adapter(model, source, revision)
-        beside = any((Path(source) / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-        named, options = (base, of_base) if adapter is not None and not beside else (source, options)
+        has_tokenizer = any((Path(source) / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+        # adapters are often saved without a tokenizer: then the base's
+        named, options = (base, of_base) if adapter is not None and not has_tokenizer else (source, options)
         tokenizer = AutoTokenizer.from_pretrained(named, **options)
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{where} cannot be loaded: {error}") from None
+    # a run with gradient checkpointing saves it as False
     model.config.use_cache = True
     return Speaker(name, model.to(device).eval(), tokenizer)
 
@@ -310,7 +321,7 @@ class Session:
             print(f"({', '.join(_pace(*answer) for answer in answers)})")
 
     def _say(self, speaker: Speaker) -> Any:
-        if self.chat.beside is not None:
+        if self.chat.second is not None:
             begun = "" if speaker is self.chat.student else "\n"
             print(f"{begun}{speaker.name}: ", end="", flush=True)
         return lambda piece: print(visible(piece), end="", flush=True)
@@ -325,8 +336,8 @@ class Session:
         self._ask(self.last)
 
     def _teacher(self) -> None:
-        self.chat.with_teacher(self.chat.beside is None)
-        print(f"The teacher answers {'too' if self.chat.beside else 'no longer'}.")
+        self.chat.with_teacher(self.chat.second is None)
+        print(f"The teacher answers {'too' if self.chat.second else 'no longer'}.")
 
     def _set(self, words: str) -> None:
         """Read KEY=VALUE pairs."""
@@ -354,7 +365,7 @@ class Session:
         print(f"Wrote {path}")
 
     def _status(self) -> str:
-        speakers = [self.chat.student, *([self.chat.beside] if self.chat.beside else [])]
+        speakers = [self.chat.student, *([self.chat.second] if self.chat.second else [])]
         models = [
             f"{speaker.name}: {speaker.model.num_parameters():,} parameters, {speaker.model.dtype} on "
             f"{speaker.model.device}"

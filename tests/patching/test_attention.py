@@ -22,7 +22,7 @@ from transformers.models.nanochat import modeling_nanochat
 
 from liger_trainer.patching.layers import attention as patching
 from liger_trainer.patching.layers import deferred_norm, rotary
-from liger_trainer.patching.layers.rotary import is_alone
+from liger_trainer.patching.layers.rotary import takes_one
 from liger_trainer.patching.patcher import patch
 
 ROPE, FUSED = "rope", "QK norm + rope"
@@ -291,7 +291,7 @@ def test_proof_accepts():
         assert proof(function_with(pairs, cast=True), *layouts) == rotary.RotaryRule(interleaved=True)
     assert isinstance(proof(TURN, "halves", "pairs"), str)
     gemma, codegen = (m.apply_rotary_pos_emb for m in (modeling_gemma4, modeling_codegen))
-    assert is_alone(gemma) and is_alone(codegen) and not is_alone(modeling_nanochat.apply_rotary_pos_emb)
+    assert takes_one(gemma) and takes_one(codegen) and not takes_one(modeling_nanochat.apply_rotary_pos_emb)
 
 
 def test_other_calls_go_to_the_models_function():

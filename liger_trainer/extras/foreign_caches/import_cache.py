@@ -37,7 +37,7 @@ def import_cache(
             list at every place, 64 at most.
         tokenizer, train, test: as the trainer will get them.
         compression: of DistillKit's records, the YAML file that says how they are compressed. Default:
-            compression_config.yaml beside them.
+            compression_config.yaml next to them.
 
     Returns:
         The index of the finished cache.
@@ -93,10 +93,12 @@ def _source(
     matched = MatchedRows(records, ((ids, labels) for part in parts.values() for _, ids, labels in part))
     _check_found(matched, parts, path)
     assert matched.entries is not None
+    # every row of a cache has as many entries as the others
     entries = args.cache_entries or min(MOST_ENTRIES, matched.entries)
     if entries > matched.entries:
         raise ConfigError(f"cache_entries is {entries}, and {path} lists {matched.entries} tokens at some place.")
     form = RecordFormat("topk", entries, 16 if args.cache_bits == 16 else 8, vocabulary)
+    # metrics that the cache cannot give: the reader leaves them out
     unknown = ("entropy",) if records.knows_labels else ("label_log_prob", "entropy")
     name = TeacherName(name=records.teacher or str(path), revision=None, dtype="not known")
     fingerprint = sha256("".join(sha256(file) for file in records.files).encode())
