@@ -14,7 +14,7 @@ from ..common.console import announce
 from ..common.replacements import Replacements
 from ..compat.modules import without_walks
 from ..errors import ConfigError
-from ..losses.model_parts import reads_images
+from ..losses.model_parts import known_positions, reads_images
 from ..losses.spec import IGNORE_INDEX
 from ..patching.graphs.cuda_graphs import GraphedLayers
 from ..patching.graphs.layer_graphs import NotCapturable
@@ -46,7 +46,7 @@ def reduce_host_work(trainer: TrainerHost) -> Iterator[None]:
     graphed = _graphed(trainer, getattr(trainer.args, "cuda_graphs", AUTO))
     for name, quick in without_walks(trainer.model).items():
         replacements.set(trainer.model, name, types.MethodType(quick, trainer.model))
-    if "student" in graphed and not getattr(trainer.args, "samples", False):
+    if "student" in graphed:
         pad_to_few_shapes(trainer, replacements)
     try:
         yield
@@ -131,24 +131,37 @@ def _all_weights_get_gradients(trainer: TrainerHost) -> bool:
 
 
 def pad_to_few_shapes(trainer: TrainerHost, replacements: Replacements) -> None:
-    """Have TRL's collator make batches of few shapes, where rows have a greatest length that can be divided.
+    """Have TRL's collator make batches of few shapes, where the greatest length of a row can be divided.
 
-    No row becomes longer than that: a model may know no more positions. The collator is changed where it is called,
-    since others around it add what a teacher knows to the batch that it lays out.
+    The collator is changed where it is called, since others around it add what a teacher knows to the batch that it
+    lays out.
     """
     args, owner, name = trainer.args, trainer, "data_collator"
     while hasattr(getattr(owner, name), "collator"):
         owner, name = getattr(owner, name), "collator"
     collator = getattr(owner, name)
-    if not args.max_length or type(collator) is not DataCollatorForLanguageModeling:
+    if type(collator) is not DataCollatorForLanguageModeling:
         return
-    if args.packing and trainer.padding_free:
+    if args.packing and trainer.padding_free and args.max_length:
         if trainer.aux_loss_enabled:  # which would count the padding
             return
         tokens = args.per_device_train_batch_size * args.max_length
         replacements.set(owner, name, FixedShapes(collator, tokens, args.max_length, collator.pad_token_id))
-    elif not trainer.padding_free and collator.pad_to_multiple_of is None and args.max_length % (8 * LENGTHS) == 0:
-        replacements.set(collator, "pad_to_multiple_of", args.max_length // LENGTHS)
+    elif not trainer.padding_free and collator.pad_to_multiple_of is None:
+        step = _step_of_lengths(trainer)
+        if step:
+            replacements.set(collator, "pad_to_multiple_of", step)
+
+
+def _step_of_lengths(trainer: TrainerHost) -> int | None:
+    """Return what lengths of padded rows are to be multiples of; None where they stay as they are."""
+    args = trainer.args
+    if getattr(args, "samples", False):
+        # A prompt and its completion have no greatest length, so a model with a table of positions could run out of it.
+        known = known_positions(base_of(trainer.model))
+        return 8 * -(-args.max_completion_length // (8 * LENGTHS)) if known is None else None
+    # No row becomes longer than max_length: a model may know no more positions.
+    return args.max_length // LENGTHS if args.max_length and args.max_length % (8 * LENGTHS) == 0 else None
 
 
 @dataclass

@@ -135,6 +135,27 @@ def test_padding_is_not_counted_by_an_auxiliary_loss(monkeypatch, family, fixed_
     assert not isinstance(trainer.data_collator, FixedShapes)
 
 
+@pytest.mark.parametrize("family, pads", [("qwen3", True), ("gpt2", False)])
+def test_sampled_completions_get_few_lengths_where_positions_are_computed(family, pads):
+    curves, lengths = [], []
+    for few in (False, True):
+        trainer = trainings.distill(
+            tiny_model(family), tiny_model(family, seed=1), completions(), lmbda=1.0, max_completion_length=6,
+            max_steps=3, generation_kwargs={"do_sample": False},
+        )  # fmt: skip
+        compute, seen, replacements = trainer.compute_loss, [], Replacements()
+        trainer.compute_loss = lambda model, inputs, *args, compute=compute, seen=seen, **how: (
+            seen.append(inputs["input_ids"].shape[1]) or compute(model, inputs, *args, **how)
+        )
+        if few:
+            pad_to_few_shapes(trainer, replacements)
+        curves.append(logged(trained(trainer)))
+        lengths.append(seen)
+        replacements.undo()
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    assert (lengths[1] == [-(-length // 8) * 8 for length in lengths[0]] != lengths[0]) is pads
+
+
 class PadsOnTheLeft(DataCollatorForLanguageModeling):
     def torch_call(self, examples):
         batch = super().torch_call(examples)
