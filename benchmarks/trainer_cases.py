@@ -136,6 +136,7 @@ class Case:
 
 SMALL, LLAMA, QWEN_VL, GEMMA = "Qwen3-0.6B", "Llama-3.2-1B", "Qwen2.5-VL-3B, 8 layers", "Gemma-3-4B, 8 layers"
 DEMO: dict[str, Any] = {"demo": True, "fp32": True, "default": False, "plan": Plan(6, 90, 4)}
+ON_POLICY = "on-policy KD"  # prompts of a third of a row, completions of the rest
 SAMPLED = Plan(2, 6, 2)  # GRPO samples for all steps before the first: more would not fit
 CASES = (
     Case("sft-qwen3-0.6b", SMALL, 8, 1024),
@@ -166,6 +167,7 @@ CASES = (
     Case("sft-smollm2-packed", "SmolLM2-135M", 8, 256, "packed", **DEMO),
     Case("lora-smollm2", "SmolLM2-135M", 8, 256, "padded", lora_dropout=0.0, **DEMO),
     Case("kd-smollm2", "SmolLM2-135M", 8, 256, teacher="SmolLM2-135M", **DEMO),
+    Case("on-policy-qwen3-0.6b", SMALL, 64, 384, method=ON_POLICY, teacher="Qwen3-1.7B", default=False, plan=SAMPLED),
     Case("dpo-qwen3-0.6b", SMALL, 4, 1024, method="DPO", default=False),
     Case("dpo-qwen3-0.6b-lora", SMALL, 4, 1024, method="DPO", lora_dropout=0.0, default=False),
     Case("grpo-qwen3-0.6b", SMALL, 32, 320, method="GRPO", default=False, plan=SAMPLED),

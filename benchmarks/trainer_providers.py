@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .shapes import ImageCollator, random_model
-from .trainer_cases import DEMO_MODEL, END, PAD, Case, length_of, make_tokenizer, text_of
+from .trainer_cases import DEMO_MODEL, END, ON_POLICY, PAD, Case, length_of, make_tokenizer, text_of
 
 NEVER = 10**6  # steps
 STUDENT, TEACHER = 0, 1  # seeds of their weights
@@ -76,6 +76,10 @@ PROVIDERS: dict[str, tuple[Provider, ...]] = {
         Provider("gkd", "TRL GKDTrainer", "gkd"),
         Provider("gkd_liger", "TRL GKDTrainer + Liger-Kernel", "gkd", **LIGER),
         Provider("gkd_compiled", "TRL GKDTrainer + torch_compile", "gkd", **COMPILED),
+        Provider("ours", "LigerDistillTrainer", "ours"),
+    ),
+    ON_POLICY: (
+        Provider(REFERENCE, "TRL DistillationTrainer", "distillation"),
         Provider("ours", "LigerDistillTrainer", "ours"),
     ),
     **{
@@ -234,7 +238,10 @@ def make_ours(run: Run) -> Any:
     options = {**run.options, **_rows_options(run)}
     if run.case.teacher is None:
         return LigerTrainer(run.student(), args=LigerConfig(**options), **run.inputs)
-    args = LigerDistillConfig(**options, losses=[{"type": "forward_kl"}])
+    sampling: dict[str, Any] = {}
+    if run.case.method == ON_POLICY:
+        run, sampling = _with_prompts(run), {"lmbda": 1.0, "max_completion_length": _completion_length(run)}
+    args = LigerDistillConfig(**options, **sampling, losses=[{"type": "forward_kl"}])
     return LigerDistillTrainer(run.student(), teacher_model=run.teacher(), args=args, **run.inputs)
 
 
@@ -255,6 +262,12 @@ def make_distillation(run: Run) -> Any:
     """
     from trl import DistillationConfig, DistillationTrainer
 
+    if run.case.method == ON_POLICY:
+        run = _with_prompts(run)
+        most = _completion_length(run)
+        args = DistillationConfig(**run.options, beta=0.0, max_completion_length=most, shuffle_dataset=False)
+        return DistillationTrainer(run.student(), teacher_model=run.teacher(), args=args, **run.inputs)
+
     class OnRows(DistillationTrainer):
         def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
             ids = torch.tensor([row["input_ids"] for row in inputs], device=self.accelerator.device)
@@ -272,6 +285,19 @@ def make_distillation(run: Run) -> Any:
     rows = run.inputs["train_dataset"]
     inputs = {**run.inputs, "train_dataset": rows.add_column("prompt", ["w2"] * len(rows))}
     return OnRows(run.student(), teacher_model=run.teacher(), args=args, **inputs)
+
+
+def _completion_length(run: Run) -> int:
+    return length_of(run.case, run.tiny) - length_of(run.case, run.tiny) // 3
+
+
+def _with_prompts(run: Run) -> Run:
+    """Return a run on prompts, the first thirds of its rows. Of random weights hardly a completion ends early."""
+    from datasets import Dataset
+
+    prompt = length_of(run.case, run.tiny) // 3
+    prompts = [text_of(row[:prompt]) for row in run.inputs["train_dataset"]["input_ids"]]
+    return replace(run, inputs={**run.inputs, "train_dataset": Dataset.from_dict({"prompt": prompts})})
 
 
 def make_dpo(run: Run) -> Any:

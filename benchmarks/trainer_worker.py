@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .measure import MIB
-from .trainer_cases import TINY_PLAN, Case, Plan, length_of, make_rows
+from .trainer_cases import ON_POLICY, TINY_PLAN, Case, Plan, length_of, make_rows
 from .trainer_providers import TRAINERS, Provider, prepare
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's events
@@ -83,7 +83,7 @@ class TrainerWorker:
             rows = make_rows(case, plan, self.tiny)
             run = prepare(case, provider, self.tiny, device, folder, rows, plan.steps)
             trainer = TRAINERS[provider.trainer](run)
-            sampled = case.rows * length_of(case, self.tiny) if case.method == "GRPO" else None
+            sampled = case.rows * length_of(case, self.tiny) if case.method in ("GRPO", ON_POLICY) else None
             measured = train(trainer, plan, folder, case.layout != "padded", sampled)
         measured.notes = notes_of(trainer, provider)
         print(f"{provider.title}: {measured.notes}", file=sys.stderr, flush=True)
