@@ -24,6 +24,7 @@ from ..common.options import (
     on,
     option,
 )
+from ..compat.models import use_one_gpu
 
 KINDS = ("model", "cache", "self", "server")
 PROTOCOLS = ("vllm", "echo")
@@ -300,7 +301,7 @@ class TeacherConfig:
         entries = entries_of(self) if self.teachers else []
         devices = [self.teacher_device, *(entry.args.teacher_device for entry in entries)]
         if any(str(device).startswith("cuda") for device in devices) and getattr(self, "n_gpu", 1) > 1:
-            self._n_gpu = 1
+            use_one_gpu(self)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """Report what `patch` would swap in a model and what it would leave alone, from its configuration, without weights."""
 
 import difflib
+import functools
 import inspect
 import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +22,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
 )
 
+from ..compat import all_missed
+from ..compat.models import GATE, new_model
+from ..compat.recognitions import check_all
 from ..errors import ConfigError
+from ..kernels.runtime import SLOW_LAUNCHES, unknown_launcher
 from ..patching.patcher import NothingToPatch, Patched, PatchOptions, PatchReport
 from ..patching.vision import counting_forward, embed_patches
 from ..trainers.images import vision_tower
@@ -120,7 +126,7 @@ def diagnose(config: Any, options: PatchOptions | None = None) -> PatchReport:
     name = class_of(config)
     if name is None or name == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
         return _diagnosis_of(config, AutoModelForCausalLM.from_config, options)
-    return _diagnosis_of(config, getattr(transformers, name)._from_config, options)
+    return _diagnosis_of(config, functools.partial(new_model, getattr(transformers, name)), options)
 
 
 def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) -> PatchReport:
@@ -153,7 +159,7 @@ def _report_of(model: Any, options: PatchOptions) -> PatchReport:
 def _swapped_classes(model: Any) -> set[str]:
     """Name the classes of layers that have a method of ours. An attention is one where its rotation is swapped."""
     layers = (module for module in model.modules() if module is not model and not hasattr(module, "in_features"))
-    return {type(layer).__name__ for layer in layers if _computes(layer, "forward") or _computes(layer, "_apply_gate")}
+    return {type(layer).__name__ for layer in layers if _computes(layer, "forward") or _computes(layer, GATE)}
 
 
 def _computes(layer: Any, method: str) -> bool:
@@ -205,9 +211,29 @@ def _of_class(class_name: str) -> Diagnosis:
     model_class: Any = getattr(transformers, class_name)
     family = model_class.config_class.model_type
     try:
-        return Diagnosis(family, class_name, _diagnosis_of(model_class.config_class(), model_class._from_config))
+        build = functools.partial(new_model, model_class)
+        return Diagnosis(family, class_name, _diagnosis_of(model_class.config_class(), build))
     except Exception as error:  # the configuration checks itself too
         return Diagnosis(family, class_name, problem=str(error) if isinstance(error, ConfigError) else _words(error))
+
+
+def not_recognised() -> dict[str, str]:
+    """Try all that is recognised in other libraries on those that are installed.
+
+    Returns:
+        what is not, each with what follows of it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the caller tells
+        check_all()
+    launcher = unknown_launcher()
+    return {**all_missed(), **({launcher: SLOW_LAUNCHES} if launcher else {})}
+
+
+def markdown_of_missed(missed: dict[str, str]) -> str:
+    """Write what `not_recognised` returns; empty if that is nothing."""
+    rows = [f"| {_cell(what)} | {_cell(consequence)} |" for what, consequence in missed.items()]
+    return "\n".join(["", "| not recognised | what follows |", "|---|---|", *rows, ""]) if rows else ""
 
 
 def cells(report: PatchReport) -> dict[str, str]:

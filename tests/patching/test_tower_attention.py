@@ -102,7 +102,7 @@ def test_the_operation_of_gpus_is_called_as_it_is_defined(monkeypatch, kind):
     model = tower(kind, dtype=torch.float64)
     want = step(model, patches(torch.float64))
     calls = []
-    monkeypatch.setattr(flash, "FLASH", lambda *a, **how: calls.append(1) or flash_by_definition(*a, **how))
+    monkeypatch.setattr(flash, "FLASH_ATTENTION", lambda *a, **how: calls.append(1) or flash_by_definition(*a, **how))
     monkeypatch.setattr(flash, "serves", lambda *_: True)
     patched(model)
     features, gradients = step(model, patches(torch.float64))
@@ -135,7 +135,7 @@ def test_what_stays_as_it_is():
     _, report = patched(model)
     assert not report.swapped
     with pytest.MonkeyPatch.context() as patcher:  # a tower whose code compares the implementation's name
-        patcher.setattr(tower_attention, "asks_for_implementation", lambda kind: True)
+        patcher.setattr(tower_attention, "compares_with", lambda kind, names: True)
         assert not patched(tower(QWEN2))[1].swapped
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...compat.models import new_model
 from ...errors import ConfigError
 from ...losses.model_parts import decoder_layers
 from ...patching import structure
@@ -106,7 +107,7 @@ def narrow_mlps(model: PreTrainedModel, units: Sequence[Tensor]) -> PreTrainedMo
         state.update(mlp.narrowed(state, kept))
     try:
         with torch.device("meta"):
-            student = type(model)._from_config(config, dtype=model.dtype)
+            student = new_model(type(model), config, dtype=model.dtype)
         fill(student, state, dict(model.named_buffers(remove_duplicate=False)))
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
         raise ConfigError(
