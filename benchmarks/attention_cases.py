@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .op_cases import Op, OpCase
 from .operands import Draw
@@ -27,7 +28,7 @@ def lengths_of(case: OpCase) -> list[int]:
     return [b - a for a, b in itertools.pairwise([0, *before, case.tokens])]
 
 
-def ends_of(case: OpCase, device: torch.device | str) -> torch.Tensor:
+def ends_of(case: OpCase, device: torch.device | str) -> Tensor:
     """Return where documents begin and end, from 0 to the number of tokens."""
     return torch.tensor([0, *itertools.accumulate(lengths_of(case))], dtype=torch.int32, device=device)
 
@@ -38,14 +39,14 @@ def flops(case: OpCase, name: str) -> float:
     return 2 * pairs * case.heads[0] * case.width * {"forward": 2, "backward": 5, "both": 7}[name]
 
 
-def inputs(case: OpCase, draw: Draw) -> dict[str, torch.Tensor]:
+def inputs(case: OpCase, draw: Draw) -> dict[str, Tensor]:
     """Return q, k and v, (T, heads, D), and the ends."""
     heads = {"q": case.heads[0], "k": case.heads[1], "v": case.heads[1]}
     tensors = {name: draw.normal(case.tokens, count, case.width) for name, count in heads.items()}
     return {**tensors, "ends": ends_of(case, draw.generator.device)}
 
 
-def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
     """Attention of one document after the other."""
     lengths = ends.diff().tolist()
     parts = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)), strict=True)
@@ -82,7 +83,7 @@ def flex_attention(case: OpCase) -> Callable[..., Any]:
     mask = create_block_mask(sees, None, None, case.tokens, case.tokens, device="cuda")
     compiled: Any = torch.compile(flex_attention, dynamic=False)
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         return compiled(q, k, v, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 

@@ -3,7 +3,7 @@
     python -m benchmarks.convergence                  # bf16 on a GPU: mini models and SmolLM2-135M
     python -m benchmarks.convergence llama --tiny     # small enough for a CPU
 
-How far rounding alone carries a training apart is shown by plain runs that compute the same in another order (batches
+How far rounding by itself carries a training apart is shown by plain runs that compute the same in another order (rows
 split into other micro-batches, eager attention instead of sdpa), and by the distance of a plain bf16 run from one in
 fp32. The patched run must stay within twice either; in fp32 on a CPU, tests hold it to a fixed bound. Trainings through
 the trainers, on real rows, are cases of `benchmarks.trainer_step`: sft-smollm2, lora-smollm2, kd-smollm2.
@@ -27,8 +27,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from liger_trainer.extras.demo import demo_model_dir
 from liger_trainer.patching.patcher import patch
-from liger_trainer.run.data.demo import demo_model_dir
 
 from .report import join_versions, provenance, slug, table, write
 

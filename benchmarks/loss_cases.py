@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .operands import Draw, Operands
 from .reference import IGNORE_INDEX, at_least_fp32, divergence
@@ -71,7 +72,7 @@ class Case:
         width = student_products * self.hidden_size + self.teacher_hidden_size
         return 2 * (self.tokens - self.ignored_tokens) * self.vocab_size * width
 
-    def plain(self, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **teacher: Any) -> torch.Tensor:
+    def plain(self, hidden: Tensor, weight: Tensor, labels: Tensor, **teacher: Any) -> Tensor:
         """Return the loss without a fused op: whole logits in the inputs' dtype, softmax in at least fp32."""
         logits = at_least_fp32(hidden @ weight.T)
         supervised = labels != IGNORE_INDEX
@@ -86,7 +87,7 @@ class Case:
         draw = Draw.seeded(self.dtype, device, seed)
         labels = draw.labels(self.tokens, self.vocab_size)
 
-        def head_and_hidden(width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def head_and_hidden(width: int) -> tuple[Tensor, Tensor]:
             weight = draw.normal(self.vocab_size, width).mul_(width**-0.5)
             hidden = draw.normal(self.tokens, width)
             if self.data == "structured":

@@ -11,12 +11,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .loss_cases import BETA, Case
 from .reference import IGNORE_INDEX
 from .suite import Provider
 
-LossFunction = Callable[..., torch.Tensor]
+LossFunction = Callable[..., Tensor]
 
 
 def our_cross_entropy(case: Case, **options) -> LossFunction:
@@ -63,7 +64,7 @@ def liger_large_chunks(case: Case) -> LossFunction:
     return lambda hidden, weight, labels: LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, *rest)[0]
 
 
-def _liger_divergence(loss: Callable[..., torch.Tensor]) -> LossFunction:
+def _liger_divergence(loss: Callable[..., Tensor]) -> LossFunction:
     return lambda hidden, weight, labels, teacher_hidden, teacher_weight: loss(
         hidden, weight, teacher_hidden, teacher_weight, labels
     )
@@ -88,7 +89,7 @@ def trl_cross_entropy(case: Case) -> LossFunction:
 
     outputs = ("log_probs", "entropy", "is_top1")
 
-    def loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         valid = labels != IGNORE_INDEX
         log_prob, *_ = ChunkedLogProbFunction.apply(
             hidden[valid], weight, None, labels[valid], 1.0, 32768, None, 1.0, outputs
@@ -102,7 +103,7 @@ def trl_divergence(case: Case) -> LossFunction:
     """As the loss of `trl.DistillationTrainer` calls it: supervised positions only."""
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-    def loss(hidden, weight, labels, teacher_hidden, teacher_weight) -> torch.Tensor:
+    def loss(hidden, weight, labels, teacher_hidden, teacher_weight) -> Tensor:
         valid = labels != IGNORE_INDEX
         per_token, _ = ChunkedDivergenceFunction.apply(
             hidden[valid], weight, None, teacher_hidden[valid], teacher_weight, None, BETA[case.kind]

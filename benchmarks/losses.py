@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import loss_cases, loss_providers
 from .loss_cases import Case
@@ -35,11 +36,11 @@ class Memory:
 class LossStep:
     """A forward and backward that leave gradients on the leaves, as a training step does."""
 
-    def __init__(self, function: Callable[..., torch.Tensor], operands: Operands, case: Case):
+    def __init__(self, function: Callable[..., Tensor], operands: Operands, case: Case):
         self.function, self.operands, self.case = function, operands, case
         self.leaves = [operands.tensors[name] for name in case.leaves]
 
-    def run(self) -> torch.Tensor:
+    def run(self) -> Tensor:
         self.clear()
         loss = self.function(**self.operands.tensors)
         # A grad_output of 1 is left to autograd, as `loss.backward()` does.

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,8 @@ WHAT = (
     "weights, NVLink multicast off. ms: median of the steps (quartiles), of the slowest rank. Efficiency: tokens/s a "
     "GPU over those of the fewest GPUs. MFU: the model's operations, without what is computed again and with all of "
     "attention, over the GPU's dense bf16 peak. In use: MiB of the fullest rank, and what `estimate` predicts. Held: "
-    "with what the allocator keeps. Gaps: the largest distance of a step's loss from that of TRL's plain trainer on as "
-    "many GPUs, over its first loss, and that of the first gradient norm; beyond {loss_tolerance:g} or "
+    "with what the allocator keeps. Gaps: how far a step's loss is at most from TRL's plain trainer's on as "
+    "many GPUs, over its first loss, and how far the first gradient norm is; beyond {loss_tolerance:g} or "
     "{norm_tolerance:g} a row is refused. For comparison, torchtitan's own numbers for Llama-3.1-8B on 8 H100 with 96 "
     "GB at 500 W, 2 rows of 8192 tokens a GPU, selective checkpointing: 5,762 tokens/s a GPU and 82.4 GiB, 6,667 and "
     "77.0 with torch.compile, 8,532 and 76.8 with torch.compile and float8."
@@ -110,7 +110,7 @@ class Prediction:
 
 
 def run_config(case: Case, tiny: bool, gpus: int = 1) -> Any:
-    """Return what our trainers are given in a case, as a configuration. `simulated` makes the folders of its models."""
+    """Return what our trainers are given in a case, as a configuration. `predict` makes the folders of its models."""
     from liger_trainer.config.run_config import check_text
 
     settings: dict[str, Any] = {
@@ -128,21 +128,6 @@ def run_config(case: Case, tiny: bool, gpus: int = 1) -> Any:
     return check_text(yaml.safe_dump(settings), "case.yaml")
 
 
-@contextlib.contextmanager
-def simulated(case: Case, tiny: bool) -> Iterator[Any]:
-    """Within, the current folder has the models' configurations; gives the memory of a step on one GPU."""
-    from liger_trainer.tools.estimate.simulate import simulate
-    from liger_trainer.tools.estimate.step_spec import step_spec
-
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        case.config(tiny).save_pretrained("model")
-        if case.teacher:
-            case.config(tiny, teacher=True).save_pretrained("teacher")
-        spec = step_spec(run_config(case, tiny), length_of(case, tiny), padded=False, bf16=not tiny)
-        memory = simulate(spec)
-        yield _halfway(memory, simulate(replace(spec, checkpointing=None))) if case.selective else memory
-
-
 def _halfway(memory: Any, other: Any) -> Any:
     """Return the memory of selective checkpointing: halfway between all layers and none."""
     from liger_trainer.tools.estimate.memory_tracker import Peak
@@ -157,10 +142,18 @@ def _halfway(memory: Any, other: Any) -> Any:
 
 def predict(case: Case, counts: Sequence[int], tiny: bool) -> list[Prediction]:
     from liger_trainer.tools.estimate.estimator import highest
-    from liger_trainer.tools.estimate.step_spec import sharding_of
+    from liger_trainer.tools.estimate.simulate import simulate
+    from liger_trainer.tools.estimate.step_spec import sharding_of, step_spec
 
     predictions = []
-    with simulated(case, tiny) as memory:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        case.config(tiny).save_pretrained("model")
+        if case.teacher:
+            case.config(tiny, teacher=True).save_pretrained("teacher")
+        spec = step_spec(run_config(case, tiny), length_of(case, tiny), padded=False, bf16=not tiny)
+        memory = simulate(spec)
+        if case.selective:
+            memory = _halfway(memory, simulate(replace(spec, checkpointing=None)))
         flops = flops_of_token(case, tiny, memory.trainable)
         for gpus in counts:
             sharding = sharding_of(run_config(case, tiny, gpus))
@@ -238,7 +231,7 @@ class RankWorker(TrainerWorker):
 
 
 def shares_of(trainer: Any) -> dict[str, float]:
-    """Return MiB that this process holds before a step of the optimizer, whose state is that of the step before."""
+    """Return MiB that this process holds before a step of the optimizer, whose state the step before has left."""
     parameters = list(trainer.model.parameters())
     trained, frozen = ([p for p in parameters if p.requires_grad is wanted] for wanted in (True, False))
     teachers = [p for model in teachers_of(trainer) for p in model.parameters()]
@@ -287,17 +280,14 @@ class Ranks:
         self.row, self.tiny = row, options.tiny
         context = None if row.provider.compiles else context_for(*PRELOADED)
         self.ranks = [Process(RankWorker, row.provider.name, self.tiny, context) for _ in range(row.gpus)]
-        self.start("load")
+        for rank in self.ranks:
+            rank.start("load")
 
     def start(self, method: str, *arguments: Any) -> None:
-        gpus = self.row.gpus
-        environment = {} if method == "load" else environment_of(gpus, self.tiny)
+        gpus, environment = self.row.gpus, environment_of(self.row.gpus, self.tiny)
         for number, rank in enumerate(self.ranks):
-            mine = {**environment, **({"RANK": str(number), "LOCAL_RANK": str(number)} if gpus > 1 else {})}
-            if method == "load":
-                rank.start("load")
-            else:
-                rank.start("run_rank", *arguments, gpus, mine)
+            mine = {"RANK": str(number), "LOCAL_RANK": str(number)} if gpus > 1 else {}
+            rank.start(f"{method}_rank", *arguments, gpus, environment | mine)
 
     def result(self, seconds: float | None = None) -> tuple[Measured | None, str | None]:
         """Wait for all of them, or for the first that fails: the others wait for it."""

@@ -38,14 +38,10 @@ class Spread:
 
 
 class Stopwatch:
-    """Time a call in milliseconds: by device events on CUDA, after flushing L2; by the wall clock elsewhere.
+    """Time a call in milliseconds: by device events on CUDA, after flushing L2; by the wall clock elsewhere."""
 
-    Args:
-        asleep: cycles that a GPU sleeps before, in which the host launches ahead; the time is then the GPU's own.
-    """
-
-    def __init__(self, device: torch.device, asleep: int = 0):
-        self.is_cuda, self.asleep = device.type == "cuda", asleep
+    def __init__(self, device: torch.device):
+        self.is_cuda = device.type == "cuda"
         self.flush = torch.empty(FLUSH_BYTES if self.is_cuda else 0, dtype=torch.uint8, device=device)
 
     def time(self, call: Callable[[], object]) -> float:
@@ -63,8 +59,6 @@ class Stopwatch:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.flush.fill_(1)
         torch.cuda.synchronize()
-        if self.asleep:
-            torch.cuda._sleep(self.asleep)
         start.record()
         call()
         end.record()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .operands import Draw, Operands, outputs_of
 from .reference import at_least_fp32, divergence
@@ -33,8 +34,8 @@ class Op:
     """
 
     name: str
-    make: Callable[[OpCase, Draw], dict[str, torch.Tensor]]
-    plain: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+    make: Callable[[OpCase, Draw], dict[str, Tensor]]
+    plain: Callable[..., Tensor | tuple[Tensor, ...]]
     leaves: tuple[str, ...]
     reads: tuple[str, ...] | None = None
     writes: tuple[str, ...] | None = None
@@ -72,7 +73,7 @@ class OpCase:
         return self.op.leaves
 
     @property
-    def plain(self) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
+    def plain(self) -> Callable[..., Tensor | tuple[Tensor, ...]]:
         return self.op.plain
 
     shared = ()  # a loss has a row of every tensor for each token
@@ -116,25 +117,25 @@ def bytes_moved(case: OpCase, operands: Operands) -> dict[str, int]:
     return {"forward": forward, "backward": backward, "both": forward + (gradients if op.is_loss else backward)}
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """Llama's and Qwen3's: the normalised x is rounded before the weight."""
     wide = at_least_fp32(x)
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     summed = x + residual
     return rms_norm(summed, weight), summed
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, EPS)
 
 
-def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = cos[:, None], sin[:, None]  # the same for every head
 
-    def turn(x: torch.Tensor) -> torch.Tensor:
+    def turn(x: Tensor) -> Tensor:
         low, high = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-high, low), dim=-1) * sin
 
@@ -142,30 +143,25 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
 
 
 def qk_norm_rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
     """Qwen3's: q and k come as (B, S, heads, D) and leave as (B, heads, S, D)."""
     return rope(rms_norm(q, q_weight).transpose(1, 2), rms_norm(k, k_weight).transpose(1, 2), cos, sin)
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def geglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-def relu2(x: torch.Tensor) -> torch.Tensor:
+def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def gated_linear(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def gated_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     return F.linear(swiglu(gate, up), weight)
 
 
@@ -174,30 +170,30 @@ def _linear_flops(case: OpCase, name: str) -> float:
     return once * {"forward": 1, "backward": 2, "both": 3}[name]
 
 
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(at_least_fp32(logits), labels)
 
 
-def kl_div(input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def kl_div(input: Tensor, target: Tensor) -> Tensor:
     """target holds probabilities."""
     return F.kl_div(input, target, reduction="batchmean")
 
 
-def jsd(input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def jsd(input: Tensor, target: Tensor) -> Tensor:
     """Both hold log-probabilities."""
     return divergence(target, input, beta=0.5).mean()
 
 
-def tvd(input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def tvd(input: Tensor, target: Tensor) -> Tensor:
     """Both hold probabilities."""
     return 0.5 * (input - target).abs().sum(-1).mean()
 
 
-def _rows(case: OpCase, draw: Draw, *names: str) -> dict[str, torch.Tensor]:
+def _rows(case: OpCase, draw: Draw, *names: str) -> dict[str, Tensor]:
     return {name: draw.normal(1, case.tokens, case.width) for name in names}
 
 
-def _weights(width: int, draw: Draw, *names: str) -> dict[str, torch.Tensor]:
+def _weights(width: int, draw: Draw, *names: str) -> dict[str, Tensor]:
     return {name: draw.normal(width, mean=float("bias" not in name), std=0.1) for name in names}
 
 
@@ -205,7 +201,7 @@ def _norm(*rows: str, weights: tuple[str, ...] = ("weight",)) -> Callable:
     return lambda case, draw: {**_rows(case, draw, *rows), **_weights(case.width, draw, *weights)}
 
 
-def _positions(case: OpCase, draw: Draw, length: int) -> dict[str, torch.Tensor]:
+def _positions(case: OpCase, draw: Draw, length: int) -> dict[str, Tensor]:
     """cos and sin (1, S, D) as transformers' rotary embeddings return them."""
     device = draw.generator.device
     frequency = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2, device=device) / HEAD_DIM)
@@ -213,30 +209,30 @@ def _positions(case: OpCase, draw: Draw, length: int) -> dict[str, torch.Tensor]
     return {"cos": angle.cos().to(case.dtype), "sin": angle.sin().to(case.dtype)}
 
 
-def _heads(case: OpCase, draw: Draw) -> dict[str, torch.Tensor]:
+def _heads(case: OpCase, draw: Draw) -> dict[str, Tensor]:
     """q and k as (B, S, heads, D)."""
     length = min(case.tokens, SEQUENCE)
     shape = (case.tokens // length, length)
     return {name: draw.normal(*shape, heads, HEAD_DIM) for name, heads in zip("qk", case.heads, strict=True)}
 
 
-def _rope_inputs(case: OpCase, draw: Draw) -> dict[str, torch.Tensor]:
+def _rope_inputs(case: OpCase, draw: Draw) -> dict[str, Tensor]:
     views = {name: x.transpose(1, 2) for name, x in _heads(case, draw).items()}
     tensors = views if case.transposed else {name: x.contiguous() for name, x in views.items()}
     return {**tensors, **_positions(case, draw, tensors["q"].shape[2])}
 
 
-def _qk_norm_rope_inputs(case: OpCase, draw: Draw) -> dict[str, torch.Tensor]:
+def _qk_norm_rope_inputs(case: OpCase, draw: Draw) -> dict[str, Tensor]:
     tensors = _heads(case, draw) | _weights(HEAD_DIM, draw, "q_weight", "k_weight")
     return {**tensors, **_positions(case, draw, tensors["q"].shape[1])}
 
 
-def _gated_linear_inputs(case: OpCase, draw: Draw) -> dict[str, torch.Tensor]:
+def _gated_linear_inputs(case: OpCase, draw: Draw) -> dict[str, Tensor]:
     weight = draw.normal(case.hidden_size, case.width, std=case.width**-0.5)
     return {**_rows(case, draw, "gate", "up"), "weight": weight}
 
 
-def _logits_and_labels(case: OpCase, draw: Draw) -> dict[str, torch.Tensor]:
+def _logits_and_labels(case: OpCase, draw: Draw) -> dict[str, Tensor]:
     """Logits like a trained model's: a standard deviation of 2, and a loss of about 5 nats."""
     labels = draw.labels(case.tokens, case.width)
     logits = draw.normal(case.tokens, case.width, std=2.0)
@@ -247,7 +243,7 @@ def _logits_and_labels(case: OpCase, draw: Draw) -> dict[str, torch.Tensor]:
 def _distributions(log_input: bool, log_target: bool) -> Callable:
     """Two rows of distributions, a student's and a teacher's."""
 
-    def make(case: OpCase, draw: Draw) -> dict[str, torch.Tensor]:
+    def make(case: OpCase, draw: Draw) -> dict[str, Tensor]:
         raw = {name: draw.normal(case.tokens, case.width, std=2.0) for name in ("input", "target")}
         logs = {"input": log_input, "target": log_target}
         return {name: x.log_softmax(-1) if logs[name] else x.softmax(-1) for name, x in raw.items()}
@@ -258,7 +254,7 @@ def _distributions(log_input: bool, log_target: bool) -> Callable:
 RMS_NORM = Op("rms_norm", _norm("x"), rms_norm, ("x", "weight"))
 ADD_RMS_NORM = Op(
     "add_rms_norm", _norm("x", "residual"), add_rms_norm, ("x", "residual", "weight"), reads=("out1", "weight"),
-    writes=("x", "weight"),  # the residual's gradient is that of x
+    writes=("x", "weight"),  # the residual's gradient is x's
 )  # fmt: skip
 LAYER_NORM = Op(
     "layer_norm", _norm("x", weights=("weight", "bias")), layer_norm, ("x", "weight", "bias"), ("x", "weight")

@@ -7,20 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass
 class Operands:
     """Inputs by name, and a gradient for each output."""
 
-    tensors: dict[str, torch.Tensor]
-    upstream: list[torch.Tensor]
+    tensors: dict[str, Tensor]
+    upstream: list[Tensor]
 
     @property
     def is_cuda(self) -> bool:
         return self.upstream[0].is_cuda
 
-    def named(self) -> dict[str, torch.Tensor]:
+    def named(self) -> dict[str, Tensor]:
         """Return everything that a provider could write into; the gradient of output i is d_out<i>."""
         return {**self.tensors, **{f"d_out{i}": x for i, x in enumerate(self.upstream)}}
 
@@ -36,16 +37,16 @@ class Draw:
     def seeded(dtype: torch.dtype, device: torch.device, seed: int) -> Draw:
         return Draw(dtype, torch.Generator(device).manual_seed(seed))
 
-    def normal(self, *shape: int, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+    def normal(self, *shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
         x = torch.empty(shape, dtype=self.dtype, device=self.generator.device)
         return x.normal_(mean, std, generator=self.generator)
 
-    def labels(self, tokens: int, vocabulary: int) -> torch.Tensor:
+    def labels(self, tokens: int, vocabulary: int) -> Tensor:
         return torch.randint(vocabulary, (tokens,), device=self.generator.device, generator=self.generator)
 
 
-def outputs_of(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+def outputs_of(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def bits(operands: Operands) -> dict[str, int]:
@@ -60,7 +61,7 @@ class Restorer:
     """Put back the tensors `names` of operands that a provider writes into."""
 
     def __init__(self, case: Any, copies: Sequence[Operands], names: Sequence[str]):
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.pairs: list[tuple[Tensor, Tensor]] = []
         for seed, operands in enumerate(copies if names else ()):
             here = operands.named()
             fresh = case.make_operands(next(iter(here.values())).device, seed).named()

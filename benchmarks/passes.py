@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .measure import MIB, Stopwatch
 from .op_cases import OpCase
@@ -25,7 +26,7 @@ class Step:
     def __init__(self, function: Callable, operands: Operands, case: OpCase):
         self.function, self.operands, self.case = function, operands, case
         self.leaves = [operands.tensors[name] for name in case.leaves]
-        self.outputs: tuple[torch.Tensor, ...] = ()
+        self.outputs: tuple[Tensor, ...] = ()
 
     def on(self, operands: Operands) -> Step:
         return Step(self.function, operands, self.case)
@@ -34,7 +35,7 @@ class Step:
         self.outputs = ()  # frees the last graph first
         self.outputs = outputs_of(self.function(**self.operands.tensors))
 
-    def backward(self) -> tuple[torch.Tensor, ...]:
+    def backward(self) -> tuple[Tensor, ...]:
         """Return the leaves' gradients. The outputs stay, without what their backward had kept."""
         upstream = [g.to(x.dtype) for g, x in zip(self.operands.upstream, self.outputs, strict=True)]
         return torch.autograd.grad(self.outputs, self.leaves, upstream)
@@ -103,9 +104,7 @@ def passes_by_launches(steps: Sequence[Step], restore: Callable[[], object]) -> 
     }
 
 
-def passes_by_graphs(
-    steps: Sequence[Step], restore: Callable[[], object]
-) -> tuple[dict[str, Pass], list[torch.Tensor]]:
+def passes_by_graphs(steps: Sequence[Step], restore: Callable[[], object]) -> tuple[dict[str, Pass], list[Tensor]]:
     """Both passes captured, forward first and in one memory pool, and the first step's outputs and gradients.
 
     As in torch.cuda.make_graphed_callables, but for the current stream, on which everything here runs: a leaf's

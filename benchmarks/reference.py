@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .operands import Operands, outputs_of
 
@@ -17,20 +18,20 @@ FLOOR = {torch.bfloat16: 1e-4, torch.float16: 2e-5, torch.float32: 1e-6}
 ELEMENTS_AT_ONCE = 2**27  # of the logits that the truth of a loss is computed from
 IGNORE_INDEX = -100
 Errors = dict[str, float]
-Values = dict[str, torch.Tensor]
+Values = dict[str, Tensor]
 
 
-def at_least_fp32(logits: torch.Tensor) -> torch.Tensor:
+def at_least_fp32(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def divergence(log_p: torch.Tensor, log_q: torch.Tensor, beta: float) -> torch.Tensor:
+def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     """Return KL(p || q) per token at beta 0, KL(q || p) at 1; p is the teacher.
 
     Between them it is beta KL(p || m) + (1 - beta) KL(q || m) with the mixture m = beta p + (1 - beta) q.
     """
 
-    def kl(log_a: torch.Tensor, log_b: torch.Tensor) -> torch.Tensor:
+    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
         return F.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
 
     if beta == 0.0:
@@ -65,11 +66,11 @@ def evaluate(case: Any, operands: Operands, dtype: torch.dtype) -> Values:
         return _values(case, tensors, operands.upstream)
 
 
-def _leaf(case: Any, name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _leaf(case: Any, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.detach().to(dtype if x.is_floating_point() else x.dtype).requires_grad_(name in case.leaves)
 
 
-def _values(case: Any, tensors: dict[str, torch.Tensor], upstream: list[torch.Tensor]) -> Values:
+def _values(case: Any, tensors: dict[str, Tensor], upstream: list[Tensor]) -> Values:
     outputs = outputs_of(case.plain(**tensors))
     gradients = [g.to(x.dtype) for g, x in zip(upstream, outputs, strict=True)]
     gradients = torch.autograd.grad(outputs, [tensors[name] for name in case.leaves], gradients)
@@ -84,7 +85,7 @@ def _evaluate_loss(case: Any, operands: Operands, dtype: torch.dtype) -> Values:
     shared = {name: _leaf(case, name, operands.tensors[name], dtype) for name in case.shared}
     (loss_name, *names) = case.value_names(1)
     loss = torch.zeros((), dtype=torch.float64, device=operands.upstream[0].device)
-    pieces: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    pieces: dict[str, list[Tensor]] = {name: [] for name in names}
     for start in range(0, case.tokens, rows):
         part = {name: x[start : start + rows] for name, x in split.items()}
         share = _count(part) / _count(split)  # of the mean over the supervised rows
@@ -101,7 +102,7 @@ def _evaluate_loss(case: Any, operands: Operands, dtype: torch.dtype) -> Values:
     return {loss_name: loss, **{name: torch.cat(parts).to(dtype) for name, parts in pieces.items()}}
 
 
-def _count(tensors: dict[str, torch.Tensor]) -> int:
+def _count(tensors: dict[str, Tensor]) -> int:
     """Return how many rows count in a loss: those whose label isn't ignored."""
     if "labels" in tensors:
         return int((tensors["labels"] != IGNORE_INDEX).sum())
@@ -121,7 +122,7 @@ def error_bound(case: Any, operands: Operands, truth: Values) -> Errors:
     return {name: 2 * error + FLOOR[case.dtype] for name, error in plain.items()}
 
 
-def relative_l2(value: torch.Tensor, truth: torch.Tensor, elements: int = 2**26) -> float:
+def relative_l2(value: Tensor, truth: Tensor, elements: int = 2**26) -> float:
     """Return `||value - truth|| / ||truth||`, summed in fp64 over some elements at a time to stay small in memory."""
     if value.shape != truth.shape:
         raise ValueError(f"expected a tensor of shape {tuple(truth.shape)}, got {tuple(value.shape)}")

@@ -464,7 +464,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from transformers import AutoConfig
 
-    from liger_trainer.run.data.demo import resolve_model
+    from liger_trainer.extras.demo import resolve_model
 
     layers = AutoConfig.from_pretrained(resolve_model(options.teacher)).num_hidden_layers  # builds the demo model
     conditions = {"device": where["device"], "train_seconds": options.train_seconds, "teacher": options.teacher}

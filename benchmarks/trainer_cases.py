@@ -211,7 +211,7 @@ def demo_rows(case: Case) -> list[list[int]]:
     """Return whole chats about Python's standard library, all tokens of which are learned from; "full": joined."""
     from transformers import AutoTokenizer
 
-    from liger_trainer.run.data.demo import demo_dataset, resolve_model
+    from liger_trainer.extras.demo import demo_dataset, resolve_model
 
     chats: Any = demo_dataset("python_docstrings").train.select(range(4000))
     whole = [[*chat["prompt"], *chat["completion"]] for chat in chats]

@@ -147,7 +147,7 @@ class Run:
     def _demo(self, halved: bool) -> Any:
         from transformers import AutoModelForCausalLM
 
-        from liger_trainer.run.data.demo import resolve_model
+        from liger_trainer.extras.demo import resolve_model
         from liger_trainer.run.drop_layers import drop_layers
 
         how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}

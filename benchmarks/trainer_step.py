@@ -49,7 +49,7 @@ WHAT = (
     "cases log-normal with mean {mean}. ms: median of the steps (quartiles). Busy: the time of a step in which "
     "something ran on the GPU, traced on {traced} further steps. Wall / busy: of steps with the same work. Tokens/s: "
     "real ones, with padding in brackets. MiB: the most that the process held, and that above the weights. Gaps: the "
-    "largest distance of a step's loss from that of TRL's plain trainer, over its first loss, and the relative "
+    "largest distance of a step's loss from TRL's plain trainer's, over its first loss, and the relative "
     "distance of the first gradient norm; a row above {loss_tolerance:g} or {norm_tolerance:g} is refused (DPO and "
     "GRPO: 0.05). Bold: the best of a column."
 )

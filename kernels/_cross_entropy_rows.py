@@ -191,13 +191,14 @@ def _statistics(
     Lanes are reduced once, when the row ends.
     """
     lanes = tl.arange(0, BLOCK)
-    top = tl.full((BLOCK,), -1e30, tl.float32)
+    top = tl.full((BLOCK,), -1e30, tl.float32)  # finite: -inf - -inf would be NaN in `keep`
     total = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)
     plain = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
         cols = start + lanes
         mask = cols < V
+        # READ_AGAIN: the gradient's pass over this row follows at once, and should find it in L2
         x, _ = load_logits(
             logits_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_last" if READ_AGAIN else ""
         )
@@ -232,6 +233,7 @@ def _write_gradient(
     for start in range(0, V, BLOCK):
         cols = start + lanes
         mask = cols < V
+        # evict_first: the last reading
         x, slope = load_logits(logits_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_first")
         q = tl.exp2(x * (inv_temperature * LOG2E) - lse * LOG2E)
         grad = q * softmax_weight
@@ -277,7 +279,7 @@ def _whole_rows_kernel(
     logits_ptr += row * stride_row
     grad_ptr += row * stride_grad
     label = tl.load(labels_ptr + row)
-    used = V
+    used = V  # columns that are read: none of an ignored row
     if HAS_IGNORED:
         used = tl.where(label == ignore_index, 0, V)
     z_label = load_label_logit(logits_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP, False)
@@ -301,9 +303,10 @@ def _whole_rows_kernel(
     factor = 1.0
     if HAS_TOKEN_WEIGHT:
         factor = tl.load(token_weight_ptr + row)
-    if DFT:
+    if DFT:  # the label's probability, as a constant
         factor = factor * tl.exp(-nll)
     seen = used > 0
+    # in the order of FIELDS
     tl.store(out_ptr + row, tl.where(seen, loss * factor, 0.0))
     tl.store(out_ptr + stride_out + row, tl.where(seen, -nll, 0.0))
     tl.store(out_ptr + 2 * stride_out + row, tl.where(seen, lse - weighted / total, 0.0))
@@ -350,6 +353,7 @@ def _tile_statistics_kernel(
     highest = tl.maximum(top, before)
     keep = tl.exp(before - highest)  # what the former tiles shrink by
     share = tl.exp(top - highest)
+    # in the order of CARRY
     tl.store(carry_ptr, highest)
     tl.store(carry_ptr + stride_carry, tl.load(carry_ptr + stride_carry) * keep + total * share)
     tl.store(carry_ptr + 2 * stride_carry, tl.load(carry_ptr + 2 * stride_carry) * keep + weighted * share)
@@ -386,6 +390,7 @@ def _tile_gradient_kernel(
         label, lse, vocab, class_weight_ptr, class_weight_sum_ptr, smoothing, z_loss, HAS_CLASS_WEIGHT
     )
     _write_gradient(
+        # the class weights of the tile's columns, and the label's place in it: outside of it for most rows
         logits_ptr, grad_ptr, bias_ptr, class_weight_ptr + first, used, label - first, lse, softmax_weight,
         label_weight, even_weight, factor * inv_temperature, entropy, entropy_factor * inv_temperature,
         scale, softcap, inv_temperature,
@@ -412,6 +417,7 @@ def _launch(
 
 
 def _scalars(o: CrossEntropyOptions) -> tuple[float, float, float]:
+    # without a softcap any number will do: HAS_SOFTCAP is False, and it is not read
     return float(o.transform.scale), float(o.transform.softcap or 1.0), 1.0 / o.temperature
 
 
@@ -419,6 +425,7 @@ def whole_rows(logits: Tensor, bias: Tensor | None, targets: Targets, out: Tenso
     """Fill out (len(FIELDS), n), and grad (n, V) unless it is None. grad may be logits itself."""
     if not use_triton(logits):
         return _whole_rows_torch(logits, bias, targets, out, grad, o)
+    # Here and below the logits stand in for pointers that the kernel does not read.
     class_weight = logits if targets.class_weight is None else targets.class_weight
     class_weight_sum = logits if targets.class_weight is None else targets.class_weight.sum()
     launched = kept_launch(

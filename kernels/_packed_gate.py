@@ -71,7 +71,7 @@ def gate_reference(gate: Tensor, up: Tensor | None, form: Gate) -> Tensor:
 @triton.jit
 def _gate_and_up(gate, up, limit, alpha, shift, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr):
     """Return (a(g), a'(g), u + shift)."""
-    if LIMITED:
+    if LIMITED:  # gate has no lower limit: its activation goes to 0 there
         gate = tl.where(gate > limit, limit, gate)  # unlike a minimum, keeps NaN
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     if ACTIVATION == "silu":

@@ -2,7 +2,7 @@
 
 Every rank computes the logits of a chunk of tokens over its own rows of the head. Row statistics (maxima, sums of
 exponentials, the label's logit) are combined by all-reduce, a few numbers a token; each rank then has all that the
-gradient of its own logits needs. The head is never gathered, nor is its gradient.
+gradient of its logits needs. The head is never gathered, nor is its gradient.
 
 Tokens    "replicated": all ranks have the same tokens, as in tensor parallelism. The gradient of hidden is all-reduced.
           "sharded": each rank has its own tokens, as under FSDP. A chunk holds tokens of all ranks: their hidden

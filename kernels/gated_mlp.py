@@ -55,6 +55,7 @@ class GatedMLPFunction(torch.autograd.Function):
         rows, ddown, x = [None] * len(wanted), None, None
         if need_down or any(wanted):  # else x is not computed again
             x = ctx.make(*sources).view(ctx.shape)
+            # wanted[0] and [-1]: of packed gate and up they are the same one
             *gradients, ddown = gated_linear_gradients(
                 dy, *_gate_and_up(x, weights, biases), weights[-1], (wanted[0], wanted[-1], need_down),
                 ctx.activation, overwrite=True,

@@ -121,7 +121,7 @@ def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
     H = x.shape[-1]
     N = x.numel() // H
     rows, stride = rows_of(x)
-    y, stats = empty(x), vector(2 * N, x)
+    y, stats = empty(x), vector(2 * N, x)  # one tensor for both: each costs the host an allocation
     launch = _forward_launch(N, H, stride, eps, weight is not None, bias is not None, forward_config(H))
     launch(rows, *(None if p is None else p.contiguous() for p in (weight, bias)), y, stats)
     return y, rows, stats
@@ -153,7 +153,7 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs
         N, H, (stride_dy, stride_x), weight is not None, needs_dx, sums[0] is not None, sums[1] is not None,
         backward_config(H, x.element_size()), multiprocessors(dy.device),
     )  # fmt: skip
-    shares = vector(len(dtypes) * launch.grid[0] * H, dy) if dtypes else stats
+    shares = vector(len(dtypes) * launch.grid[0] * H, dy) if dtypes else stats  # else a pointer that is not read
     launch(dy_rows, x, None if weight is None else weight.contiguous(), stats, dx, shares)
     totals = iter(sum_programs(shares, H, *dtypes) if dtypes else ())
     return dx, *(None if dtype is None else next(totals) for dtype in sums)
@@ -171,6 +171,7 @@ def _suits_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
         return False
     if bias is not None and (bias.dtype != dtype or bias.shape != columns):
         return False
+    # Under autocast torch would return fp32; the op returns x's dtype.
     return x.is_contiguous() and not torch.is_autocast_enabled(x.device.type)
 
 
@@ -184,6 +185,7 @@ class LayerNormFunction(torch.autograd.Function):
         y, rows, stats = _forward(x, weight, bias, eps)
         ctx.save_for_backward(rows, weight, stats)
         needs_dw, needs_db = ctx.needs_input_grad[1:3]
+        # dtypes, not the tensors: the backward reads no bias
         ctx.sums = (weight.dtype if needs_dw else None, bias.dtype if needs_db else None)
         return y
 

@@ -101,7 +101,7 @@ class LinearPair(LinearLoss):
         return operands, workspace(rows, self.vocab, dtype, self.teacher.hidden.device)
 
     def write_rows(self, chunk: LogitChunk) -> None:
-        operands, ws = chunk.chunk_state
+        operands, ws = chunk.chunk_state  # memory for the teacher's logits, which all chunks share
         teacher = operands.part(chunk.rows, slice(0, self.vocab))  # the teacher's rows of the same tokens
         labels, token_weight = (None if x is None else x[chunk.rows] for x in (self.labels, self.token_weight))
         inputs = RowInputs(chunk.logits, teacher.logits(ws), chunk.bias, teacher.bias, labels, token_weight)
@@ -205,6 +205,7 @@ def linear_divergence(
     check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
     check_overwritten(overwrite_hidden, lora)
     weights = divergence_weights(kind, beta, alpha)  # of row kinds: what the kernel computes
+    # heads may be padded to different lengths: the common part counts
     vocab = min(_vocabulary(weight, parallel, vocab_size), _vocabulary(teacher_weight, teacher_parallel))
     if parallel is None and teacher_parallel is not None:
         raise ValueError("teacher_parallel needs parallel: with a whole student's head, gather the teacher's.")

@@ -32,7 +32,7 @@ class LinearsFunction(torch.autograd.Function):
         ctx.shape = x.shape
         weights, biases = tensors[:count], tensors[count:]
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
-        uncast, x = x, as_computed(x)
+        uncast, x = x, as_computed(x)  # the note of a norm is on the tensor as it came
         source = saved_or_recomputed(uncast, x)
         ctx.make = source.make
         ctx.save_for_backward(*weights, *source.tensors)
@@ -40,6 +40,7 @@ class LinearsFunction(torch.autograd.Function):
         outputs = products(x, weights, biases)
         need_x, _, *needs = ctx.needs_input_grad
         if not need_x:
+            # Nothing that an output depends on is trained: autograd shall ask for no gradient of it.
             frozen = [not (needs[i] or needs[count + i]) for i in range(count)]  # its weight and its bias
             ctx.mark_non_differentiable(*(y for y, is_frozen in zip(outputs, frozen, strict=True) if is_frozen))
         return outputs

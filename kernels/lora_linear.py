@@ -84,6 +84,7 @@ class LoraLinearFunction(torch.autograd.Function):
         need_x, _, *needs = ctx.needs_input_grad
         numerics, (stack, _) = ctx.numerics, restored(ctx.layout, tensors)
         dys = [as_matrix(dy, numerics.compute) for dy in gradients]
+        # g = s dy B: needed for dA and for the adapters' part of dx
         g, dbs = rank_gradients(dys, values, stack, needs[1::2], need_x or any(needs[::2]), numerics)
         dx = input_gradient(dys, stack, numerics) if need_x else None
         flat = as_matrix(ctx.make(*sources), numerics.compute) if any(needs[::2]) else None

@@ -109,8 +109,10 @@ def _through_down(
     numerics = ctx.numerics
     g, dbs = rank_gradients([dy], values, down, needs[1::2], True, numerics)
     dh = input_gradient([dy], down, numerics)  # (N, I)
+    # Twice: here the adapters' part is added to dh; below, A's gradient reads the h that `backward` writes over dh.
     a_gradients(g, None, dh, down, masks, numerics)
     need_h = any(needs[::2])  # h is read for the A of down's adapters only
+    # Another backward would read gate(x) and up(x) again, unless it makes them again itself.
     gradients = [torch.empty_like(y) for y in hidden] if graph_is_kept() and not ctx.remake else hidden
     backward(dh, *_halves(hidden), *_halves(gradients), ctx.activation, dh if need_h else None)
     das = a_gradients(g, dh if need_h else None, None, down, masks, numerics)

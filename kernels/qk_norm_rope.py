@@ -148,7 +148,7 @@ def _forward_kernel(
     INTERLEAVED: tl.constexpr, OVER_HEADS: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    q_blocks = tl.cdiv(T, TOKENS_Q) * tl.cdiv(HQ, HEADS_Q)
+    q_blocks = tl.cdiv(T, TOKENS_Q) * tl.cdiv(HQ, HEADS_Q)  # the first programs have q's tiles, the others k's
     if block < q_blocks:
         _norm_rotate_tile(
             q_ptr, q_weight_ptr, q_out_ptr, rstd_ptr, cos_ptr, sin_ptr, block, T, S, eps, offset,
@@ -176,6 +176,7 @@ def _backward_tiles(
 ):  # fmt: skip
     # xhat = x * rstd, g = dy rotated back
     # dx = rstd * (w g - xhat * mean(w g xhat)),  dw = sum over rows of g * xhat
+    # Once for all tiles: one weight serves all heads, or every tile holds all heads.
     _, head = locate(first, H, TOKENS, HEADS)
     w_a, w_b = _load_weight(w_ptr, head, offset, H, D, PAIRS, BLOCK, INTERLEAVED, OVER_HEADS)
     dw_a = tl.zeros((TOKENS, HEADS, BLOCK), tl.float32)
@@ -185,6 +186,7 @@ def _backward_tiles(
         token, head = locate(block, H, TOKENS, HEADS)
         batch, position = (token // S).to(tl.int64), (token % S).to(tl.int64)
         inside, live = token < T, (token < T) & (head < H)
+        # 0 beyond the end: there x * rstd is 0, and adds nothing to a weight's gradient
         if OVER_HEADS:
             rstd = tl.load(rstd_ptr + token, mask=inside, other=0.0)
         else:
@@ -200,7 +202,7 @@ def _backward_tiles(
         dy_a, dy_b = load_pairs(rows, live, D, PAIRS, BLOCK, INTERLEAVED)
         g_a, g_b = dy_a * cos + dy_b * sin, dy_b * cos - dy_a * sin  # the inverse rotation: its transpose
         if DW:
-            if CAST:
+            if CAST:  # the weight met the rounded numbers
                 dw_a += g_a * a.to(x_ptr.dtype.element_ty).to(tl.float32)
                 dw_b += g_b * b.to(x_ptr.dtype.element_ty).to(tl.float32)
             else:
@@ -269,6 +271,7 @@ def _config(hq: int, hk: int, D: int, angles: Angles, norm: Norm, tile: int, per
         (tokens_q, heads_q), (tokens_k, heads_k) = head_tile(hq, D, tile), head_tile(hk, D, tile)
     return dict(
         HQ=hq, TOKENS_Q=tokens_q, HEADS_Q=heads_q, HK=hk, TOKENS_K=tokens_k, HEADS_K=heads_k,
+        # BLOCK: half of a head's columns, since they are loaded as pairs
         D=D, PAIRS=angles.pairs, BLOCK=triton.next_power_of_2(D // 2), END_0=angles.ends[0], END_1=angles.ends[1],
         INTERLEAVED=angles.interleaved, OVER_HEADS=norm.over_heads, CAST=norm.cast,
         num_warps=min(16, max(1, tile // per_warp)),
@@ -362,6 +365,7 @@ class QKNormRopeFunction(torch.autograd.Function):
         q_weight, k_weight = q_weight.contiguous(), k_weight.contiguous()
         q_out, k_out, rstd = _forward(q, k, q_weight, k_weight, cos, sin, angles, norm)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, rstd)
+        # q's own strides may leave gaps in memory; its gradient gets those of the output, in the same order
         ctx.strides, ctx.angles, ctx.norm = (q_out.stride(), k_out.stride()), angles, norm
         ctx.set_materialize_grads(False)  # an output without a gradient stays None, and its half is skipped
         outputs = q_out.transpose(1, 2), k_out.transpose(1, 2)
@@ -389,7 +393,6 @@ def qk_norm_rope(
     Args:
         q: (B, S, Hq, D), fp32, fp16 or bf16 (fp64: torch): the projection's output, viewed as heads. Any strides;
             copied if its columns are not consecutive.
-        k: (B, S, Hk, D), likewise.
         k: (B, S, Hk, D), like q.
         q_weight: (D,), or (Hq * D,) with norm_over_heads; any float dtype. A frozen one costs nothing.
         k_weight: (D,), or (Hk * D,).

@@ -51,15 +51,15 @@ def _forward_kernel(
     HAS_WEIGHT: tl.constexpr, CAST_FIRST: tl.constexpr, EXACT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # int64: a row times its stride passes 2^31
     cols = tl.arange(0, BLOCK_H)
     mask = tile_mask(rows, cols, N, H, ROWS, BLOCK_H, EXACT)
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / H + eps)
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / H + eps)  # columns beyond H were read as 0: they add nothing
     tl.store(rstd_ptr + rows, rstd, mask=rows < N)
     y = x * rstd[:, None]
     if HAS_WEIGHT:
-        if CAST_FIRST:
+        if CAST_FIRST:  # the rounding of the models that have this form, and of their references
             y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
         w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
         y = y * (w + offset)[None, :]
@@ -92,7 +92,7 @@ def _backward_kernel(
             if HAS_WEIGHT:
                 g = dy * factor[None, :]
             dx = rstd * (g - xhat * (tl.sum(g * xhat, 1) / H)[:, None])
-            if HAS_ADD:
+            if HAS_ADD:  # the gradient that reaches x past the norm: add_rms_norm's sum
                 dx += tl.load(add_ptr + rows[:, None] * stride_add + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             tl.store(dx_ptr + rows[:, None] * H + cols[None, :], dx, mask=mask)
     if NEEDS_DW:
@@ -102,6 +102,7 @@ def _backward_kernel(
 def out_dtype(x: Tensor, weight: Tensor | None, cast_before_weight: bool) -> torch.dtype:
     if not cast_before_weight or weight is None or weight.dtype == x.dtype:
         return x.dtype
+    # Llama multiplies the rounded x by a weight of another dtype, and does not round that product.
     return torch.promote_types(x.dtype, weight.dtype)
 
 
@@ -112,6 +113,7 @@ def _forward_launch(
     block, tile, warps = config
     return Launch(
         _forward_kernel, (-(-N // tile),), stride, N, H, eps, offset, HAS_WEIGHT=has_weight, CAST_FIRST=cast,
+        # EXACT: a mask may keep loads from being 16 bytes wide
         EXACT=block == H and N % tile == 0, ROWS=tile, BLOCK_H=block, num_warps=warps,
     )  # fmt: skip
 
@@ -140,6 +142,7 @@ def _backward_launch(
     return Launch(
         _backward_kernel, (programs,), *strides, N, H, offset,
         HAS_WEIGHT=has_weight, HAS_ADD=has_add, NEEDS_DX=needs_dx, NEEDS_DW=needs_dw,
+        # without dw a program has one tile, and nothing to prefetch
         EXACT=block == H and N % tile == 0, ROWS=tile, BLOCK_H=block, STAGES=stages if needs_dw else 1, num_warps=warps,
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Fused SFT and knowledge distillation for Hugging Face Trainer and TRL.
 
 The names below are imported when first used: `liger_trainer.kernels.*` and the layers and losses on top of them need
-torch alone and do not wait for TRL.
+only torch and do not wait for TRL.
 """
 
 from importlib import import_module

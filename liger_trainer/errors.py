@@ -64,7 +64,7 @@ class Interrupted(LigerTrainerError):
 
 
 class OutOfTimeError(Interrupted):
-    """Training was stopped after `max_hours`, after a checkpoint was saved. The exit code is that of `timeout`."""
+    """Training was stopped after `max_hours`, after a checkpoint was saved. The exit code is `timeout`'s."""
 
     exit_code = 124
 

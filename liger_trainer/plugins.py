@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
+DEMO = "demo:"  # begins the name of a model or a data set that is made on this machine
+
 # what is set: the module below extras
 PLUGINS = {
     "alm": "cross_tokenizer.spans",
@@ -14,6 +16,7 @@ PLUGINS = {
     "teacher_prompt": "privileged",
     "vocab_parallel": "vocab_parallel.heads",
     "qat": "qat",
+    DEMO: "demo",
     "vocab_parallel_trainer": "vocab_parallel.trainer",
 }
 

@@ -18,7 +18,7 @@ from urllib.parse import quote, quote_plus, unquote
 SECRET = "<secret>"
 """What stands where a secret was."""
 SHORTEST = 6
-"""characters; a shorter value may be part of any word, and is left out by its name alone"""
+"""characters; a shorter value may be part of any word, and is left out only by its name"""
 
 _NAMED = re.compile(
     r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH(?!OR(?!IZ))|COOKIE"
@@ -132,7 +132,7 @@ def _pattern(remembered: frozenset[str], environment: tuple[tuple[str, str], ...
 
 
 def _logins(text: str) -> Iterator[str]:
-    """Yield "user:password" and the password of each URL in a text; a token alone where it stands for both."""
+    """Yield "user:password" and the password of each URL in a text; only a token where it stands for both."""
     for match in _LOGIN.finditer(text) if "://" in text else ():
         user, colon, password = match[0].partition(":")
         yield match[0]
@@ -140,7 +140,7 @@ def _logins(text: str) -> Iterator[str]:
 
 
 def _can_be_found(value: str) -> bool:
-    """Whether a value is one of its own: no short word, switch, small number or path."""
+    """Whether a value can be told from others: no short word, switch, small number or path."""
     if len(value) < SHORTEST or value.lower() in _NO_VALUES or (value.isdigit() and len(value) < 10):
         return False
     return not os.path.isabs(os.path.expanduser(value)) or not os.path.exists(os.path.expanduser(value))

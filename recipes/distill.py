@@ -64,11 +64,11 @@ def main(config: RunConfig) -> Path:
 def _facts(
     trainer: LigerDistillTrainer, config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
 ) -> ModelFacts:
-    """Return the facts about the only teacher. It writes anew, so that its speed and the student's are measured in the
+    """Return the facts about the only teacher. It writes again, so that its speed and the student's are measured in the
     same minute: what else the machine does changes both alike."""
     writing = Writing()
     with trainer.teaching.live() as live:
         (model,) = live.values()
-        if not config["teacher_offload"]:  # the speed would be that of the copies
+        if not config["teacher_offload"]:  # else the speed would be the copies'
             complete_by_each(live, tokenizer, prompts, config["max_new_tokens"], writing)
         return model_facts(model, writing.tokens_per_second)

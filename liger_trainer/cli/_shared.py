@@ -1,6 +1,7 @@
-"""Arguments and output that several commands share."""
+"""Arguments, their completion in the shell, and output that several commands share."""
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 # What the shell offers for CONFIG and for settings, by typer's completion. Imports no torch.
 #
-# bash splits words at `=`, so the value of `key=va` comes as a word of its own, behind `key` and `=`; zsh and fish hand
+# bash splits words at `=`, so the value of `key=va` comes as a separate word, behind `key` and `=`; zsh and fish hand
 # over the whole word.
 
 
@@ -142,6 +143,34 @@ def write_new(path: Path, text: str, force: bool) -> None:
 def quieten_deprecations() -> None:
     """Hide deprecation warnings between transformers, TRL and peft, which no setting of ours can avoid."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|peft)\b")
+
+
+def quieten() -> None:
+    """Hide messages that the reader of a run can't act on. Errors and our own warnings are never hidden."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    quieten_deprecations()
+    warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
+
+    import datasets
+    from transformers.utils import logging
+
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()  # of loading and saving; the one of training stays
+
+
+def checked(config: str, overrides: list[str] | None, *first: str) -> "RunConfig":
+    """Return a configuration that is checked by the installed TRL, its notices shown and other messages hidden.
+
+    Args:
+        first: settings that go before those of the user.
+    """
+    from ..config.run_config import load_run_config
+
+    settings = load_run_config(config, [*first, *(overrides or [])], exact=True)
+    show_notices(settings)
+    quieten()
+    return settings
 
 
 @contextmanager

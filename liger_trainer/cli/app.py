@@ -24,24 +24,10 @@ from . import (
     report,
     run,
 )
-from . import (
-    check as preview,
-)
-from . import (
-    configs as new,
-)
-from . import (
-    doctor as env,
-)
-from . import (
-    doctor as selfcheck,
-)
 from ._shared import OVERRIDES, SettingsCommand
 
 app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 
 
@@ -63,10 +49,10 @@ def options(
 app.command("ls")(configs.ls)
 app.command("cat")(configs.cat)
 app.command("cp")(configs.cp)
-app.command("new")(new.new)
+app.command("new")(configs.new)
 app.command("validate", cls=SettingsCommand, context_settings=OVERRIDES)(check.validate)
 app.command("config", cls=SettingsCommand, context_settings=OVERRIDES)(check.config)
-app.command("preview", cls=SettingsCommand, context_settings=OVERRIDES)(preview.preview)
+app.command("preview", cls=SettingsCommand, context_settings=OVERRIDES)(check.preview)
 app.command("run", cls=SettingsCommand, context_settings=OVERRIDES)(run.run)
 app.command("resume", cls=SettingsCommand, context_settings=OVERRIDES)(run.resume)
 app.command("estimate", cls=SettingsCommand, context_settings=OVERRIDES)(estimate.estimate)
@@ -77,22 +63,23 @@ app.command("report")(report.report)
 app.command("chat")(chat.chat)
 app.command("merge")(merge.merge)
 app.command("convert")(convert.convert)
-app.command("env")(env.env)
+app.command("env")(doctor.env)
 app.command("doctor")(doctor.doctor)
-app.command("selfcheck")(selfcheck.selfcheck)
+app.command("selfcheck")(doctor.selfcheck)
 app.command("schema")(check.schema)
 app.add_typer(cache.app, name="cache")
 
+# Commands that pass arguments after `--` to accelerate's launcher. They find them in `context.obj`.
 LAUNCHING = ("run", "resume", "cache")
-"""Commands that pass arguments after `--` to accelerate's launcher. They find them in `context.obj`."""
+# Commands of earlier versions, and what to do instead.
 REMOVED = {
     "hub-kernels": "the kernels are ops of the installed package, `from liger_trainer.kernels.rms_norm import rms_norm`"
 }
-"""Commands of earlier versions, and what to do instead."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line. Turn an error that users can cause into a message and its exit code."""
+    # Everything below prints through it, tracebacks too.
     with guarded_output():
         given = sys.argv[1:] if arguments is None else list(arguments)
         remember_words(given)
@@ -100,9 +87,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _main(arguments: list[str]) -> None:
+    # What follows -- is accelerate's; typer would take it for arguments of ours.
     end = arguments.index("--") if "--" in arguments else len(arguments)
     ours, launcher = arguments[:end], arguments[end + 1 :]
     try:
+        # typer would only say that there is no such command.
         if ours and ours[0] in REMOVED:
             raise ConfigError(f"{ours[0]} was removed: {REMOVED[ours[0]]}.")
         if launcher and (not ours or ours[0] not in LAUNCHING):

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from ..common.console import is_main_process
 from ..errors import ConfigError
-from ._shared import OVERRIDES, AsJson, Config, Overrides, SettingsCommand, out_of_memory, show_notices
+from ._shared import OVERRIDES, AsJson, Config, Overrides, SettingsCommand, checked, out_of_memory
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -35,6 +35,7 @@ class _CaptureByDefault(TyperGroup):
     """Read `cache CONFIG` as `cache capture CONFIG`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # Most people want this; `import`, `info` and `verify` are rare.
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             args = ["capture", *args]
         if ctx.obj and args and args[0] != "capture":
@@ -56,17 +57,14 @@ def capture(context: typer.Context, config: Config, overrides: Overrides = None)
 
     Arguments after -- go to accelerate launch: its processes share the rows out.
     """
-    from ..config.run_config import load_run_config
     from ..run.launch import as_rank, launch
-    from .run import _quieten
 
-    settings = load_run_config(config, ["teacher=cache", *(overrides or [])], exact=True).on_this_machine()
-    show_notices(settings)
+    settings = checked(config, overrides, "teacher=cache").on_this_machine()
     if settings.recipe != "distill" or not settings["teacher_model_name_or_path"]:
         raise settings.error("teacher_model_name_or_path", "missing; a capture needs the teacher itself.")
     if context.obj:
+        # Does not return: it exits with the exit code of the processes.
         launch(context.obj, ["cache", config, *(overrides or [])], settings["use_cpu"])
-    _quieten()
     try:
         with as_rank(), out_of_memory(TAKES_LESS):
             index = _capture(settings)
@@ -94,14 +92,9 @@ def import_(
 
     vllm: prompt_logprobs, in JSON lines or Parquet. distillkit: what its sample_logits_vllm writes.
     """
-    from ..config.run_config import load_run_config
-    from .run import _quieten
-
-    settings = load_run_config(config, ["teacher=cache", *(overrides or [])], exact=True).on_this_machine()
-    show_notices(settings)
+    settings = checked(config, overrides, "teacher=cache").on_this_machine()
     if settings.recipe != "distill":
         raise settings.error("recipe", "a teacher cache is for recipe: distill.")
-    _quieten()
     _print(Path(settings["teacher_cache_dir"]).expanduser(), _import(settings, records, tool, compression))
 
 
@@ -152,6 +145,7 @@ def _capture(config: "RunConfig") -> "CacheIndex":
     check_student(config, files, data)
     shared = check_same_tokenizer(config, files, teacher)
     assert shared is not None  # uld is refused with a cache
+    # Its records would have no probability for these tokens, which is not the same as a small one.
     if shared.student_only:
         raise config.error(
             "teacher_model_name_or_path",
@@ -160,6 +154,7 @@ def _capture(config: "RunConfig") -> "CacheIndex":
             "which leaves them out of the loss.",
         )
     args: Any = config.training_args()
+    # TRL's own switch for bars counts for this one too.
     with _progress(show=not args.disable_tqdm) as progress, config.refusals("the capture"):
         return capture(teacher.path, args, files.tokenizer, data.train, data.test, progress)
 
@@ -180,6 +175,7 @@ def _print(path: Path, index: "CacheIndex") -> None:
     from rich.table import Table
 
     settings, prints = index.settings, index.fingerprints
+    # Of a capture that was interrupted, parts are not merged into shards yet.
     done, size = index.tokens_read, sum(s.bytes for s in (*index.shards, *index.parts))
     head = f", and {index.head.bytes / 2**20:,.1f} MiB of the head" if index.head else ""
     ids = "" if settings.kind == "hidden" else f", {settings.format.id_bits} bits each"
@@ -215,6 +211,7 @@ def _contents(settings: "CacheSettings | HiddenSettings") -> str:
             f"hidden states of {settings.width:,} values in {settings.dtype}, beside the head with scale "
             f"{settings.scale:g}{cap}; for any temperature"
         )
+    # A cache without draws of the tail knows only how much mass the rest has.
     rest = f", {settings.tail_draws} draws from it, seed {settings.seed}" if settings.tail_draws else ""
     kinds = {
         "topk": f"the likeliest {settings.entries} tokens with the mass of the rest{rest}, {settings.bits} bits",

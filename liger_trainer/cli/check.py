@@ -1,14 +1,14 @@
-"""`validate`, `config` and `schema`: check and show a configuration without starting anything."""
+"""`validate`, `config`, `schema` and `preview`: check and show a configuration without training."""
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..common.console import visible
 from ..errors import ConfigError
-from ._shared import AsJson, Config, Overrides, show_notices
+from ._shared import AsJson, Config, Overrides, checked, show_notices
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,10 +21,11 @@ def validate(config: Config, overrides: Overrides = None) -> None:
     """Check a configuration and the paths in it. Show every mistake at once, with its line. Load no model, no data."""
     from ..config.run_config import load_run_config
 
-    checked = load_run_config(config, overrides or [], paths=True)
-    show_notices(checked)
-    given = sum(checked.given(key) for key in checked.settings)
-    typer.echo(f"{checked.source} is valid: recipe {checked.recipe}, {given} settings.")
+    # Not `exact`: TRL is imported only if something seems wrong.
+    found = load_run_config(config, overrides or [], paths=True)
+    show_notices(found)
+    given = sum(found.given(key) for key in found.settings)
+    typer.echo(f"{found.source} is valid: recipe {found.recipe}, {given} settings.")
 
 
 def config(
@@ -36,39 +37,27 @@ def config(
     """Print the effective configuration and where each value was set. The output is a valid configuration."""
     from ..config.run_config import load_run_config
 
-    checked = load_run_config(config, overrides or [])
-    show_notices(checked)
-    rows = _differences(checked) if diff else _effective(checked)
+    found = load_run_config(config, overrides or [])
+    show_notices(found)
+    if diff:
+        rows = {"recipe": (found.recipe, _origin(found, "recipe")), **found.changes()}
+    else:  # explicit settings first, then defaults, each in the order they came
+        keys = dict.fromkeys(["recipe", *found.settings, *found.values])
+        rows = {key: (found.shown(key), _origin(found, key)) for key in keys}
     if as_json:
         document = {key: {"value": value, "set_by": where} for key, (value, where) in rows.items()}
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
         return
+    from ..config.yaml_reader import inline
+
     # Defaults stay comments: as explicit settings they could contradict others.
     lines = {
-        key: f"{'# ' if where.startswith('default') else ''}{key}: {_inline(value)}"
+        key: f"{'# ' if where.startswith('default') else ''}{key}: {inline(value)}"
         for key, (value, where) in rows.items()
     }
     width = min(max(map(len, lines.values()), default=0), 60)
     for key, line in lines.items():
         typer.echo(f"{line:<{width}}  # {rows[key][1]}")
-
-
-def _inline(value: Any) -> str:
-    """Return a value as YAML on one line."""
-    import yaml
-
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
-def _differences(config: "RunConfig") -> dict[str, tuple[Any, str]]:
-    return {"recipe": (config.recipe, _origin(config, "recipe")), **config.changes()}
-
-
-def _effective(config: "RunConfig") -> dict[str, tuple[Any, str]]:
-    """Return explicit settings first, then defaults, each in the order they came."""
-    keys = ["recipe", *config.settings, *config.values]
-    return {key: (config.shown(key), _origin(config, key)) for key in dict.fromkeys(keys)}
 
 
 def _origin(config: "RunConfig", key: str) -> str:
@@ -93,6 +82,7 @@ def schema(
     from ..config.schema import shipped_text
 
     if write:
+        # An installed package has no docs to renew.
         root = Path(__file__).parents[2]
         if not (root / "pyproject.toml").is_file():
             raise ConfigError(f"schema --write: {root} is not a checkout of liger-trainer.")
@@ -109,11 +99,8 @@ def schema(
 
 
 # `preview`: rows as the model will see them, supervised tokens coloured.
-
-
 SUPERVISED, OTHER = "bold green", "dim"
-MARKS = ("⟦", "⟧")
-"""Marks around supervised text if there are no colours."""
+MARKS = ("⟦", "⟧")  # marks around supervised text if there are no colours
 
 
 def preview(
@@ -122,24 +109,16 @@ def preview(
     rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, help="Training rows to print.")] = 3,
 ) -> None:
     """Print training rows as the model will see them, supervised tokens coloured. Count what is cut. No weights."""
-    from ..config.run_config import load_run_config
-    from .run import _quieten
-
-    settings = load_run_config(config, overrides or [], exact=True)
-    show_notices(settings)
-    _quieten()
+    settings = checked(config, overrides).on_this_machine()
     from rich.console import Console
 
-    console = Console(highlight=False)
-    _preview(console, settings.on_this_machine(), rows)
-
-
-def _preview(console: "Console", settings: "RunConfig", rows: int) -> None:
     from ..run.data.datasets import load_run_datasets
     from ..run.models import check_student, open_model, with_processor
     from ..run.results import print_data, print_rows
     from ..tools.preview import preview as prepare
 
+    console = Console(highlight=False)
+    # The same checks as a run makes, in the same order, so that the same mistakes show.
     files = open_model(settings, "model_name_or_path")
     data = load_run_datasets(settings, files.vocab_size)
     files = with_processor(settings, files, data)
@@ -165,6 +144,7 @@ def _print(console: "Console", row: "SeenRow") -> None:
     if row.tokens_cut:
         told += f"; {row.tokens_cut:,} beyond max_length, {row.supervised_cut:,} of them supervised"
     console.print(Text(f"\n── {told}", "cyan"), soft_wrap=True)
+    # Without colours, as in a pipe, supervised text needs marks to be seen.
     colours = console.color_system is not None and not console.no_color
     for number, document in enumerate(row.documents):
         if number:

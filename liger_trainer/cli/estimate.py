@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import DoesNotFitError
-from ._shared import AsJson, Config, Overrides, show_notices
+from ._shared import AsJson, Config, Overrides, checked
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,17 +24,14 @@ GpuName = Annotated[
 
 def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, as_json: AsJson = False) -> None:
     """Estimate memory by part, tokens and steps of a run. Needs no weights and no GPU. Exit code 3: it does not fit."""
-    from ..config.run_config import load_run_config
-    from ..tools.estimate.estimator import gpu_named, present_gpu
-    from .run import _quieten
-
-    named = gpu_named(gpu) if gpu is not None else None
-    settings = load_run_config(config, overrides or [], exact=True)
-    show_notices(settings)
-    _quieten()
     from rich.console import Console
 
     from ..tools.estimate.estimator import estimate as run
+    from ..tools.estimate.estimator import gpu_named, present_gpu
+
+    # A wrong name is told before the simulation, which takes seconds.
+    named = gpu_named(gpu) if gpu is not None else None
+    settings = checked(config, overrides)
 
     with Console(stderr=True).status("Simulating a step without data"):
         found = run(settings, named or present_gpu())
@@ -42,6 +39,7 @@ def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, a
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
     else:
         _print(found)
+    # None without a GPU to compare with: then nothing does not fit.
     if found.fits is False:
         assert found.gpu is not None
         raise DoesNotFitError(
@@ -55,7 +53,7 @@ def _print(found: "Estimate") -> None:
 
     console = Console(highlight=False)
     console.print(_model(found))
-    console.print(f"Memory of a GPU at its highest, {_WHEN[found.phase]}:")
+    console.print(f"Memory of a GPU at its highest, in the {_PHASES.get(found.phase, found.phase)}:")
     table = Table()
     table.add_column("part")
     table.add_column("MiB", justify="right")
@@ -68,19 +66,14 @@ def _print(found: "Estimate") -> None:
         "Highest of each phase, without cuBLAS workspaces: "
         + ", ".join(f"{k} {v:,.0f}" for k, v in found.peaks_mib.items())
     )
+    # Where they are always recorded, they are part of the peak.
     if found.graphs_mib is not None and "CUDA graphs" not in found.parts_mib:
         console.print(f"CUDA graphs keep {found.graphs_mib:,.0f} MiB more, where the GPU has them free.")
     _print_amounts(console, found)
     _print_verdict(console, found)
 
 
-_WHEN = {
-    "teacher": "in the teacher's forward",
-    "forward": "in the forward",
-    "loss": "in the loss",
-    "backward": "in the backward",
-    "optimizer": "in the optimizer's step",
-}
+_PHASES = {"teacher": "teacher's forward", "optimizer": "optimizer's step"}  # the others are called as they are
 
 
 def _model(found: "Estimate") -> str:

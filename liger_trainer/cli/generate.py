@@ -1,4 +1,4 @@
-"""`generate`: data from a teacher alone, filtered, as a dataset that a run reads."""
+"""`generate`: data from a teacher, filtered, as a dataset that a run reads."""
 
 import contextlib
 import sys
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..common.signals import handling, interrupt
-from ._shared import out_of_memory
+from ._shared import out_of_memory, quieten
 
 if TYPE_CHECKING:
     from ..extras.generate.run import Generated
@@ -34,10 +34,9 @@ def generate(
     """Sample data from a teacher, drop what is of no use, write a dataset; the same command goes on if interrupted."""
     from ..extras.generate.options import read_options
 
+    # Before the imports, which take seconds.
     options = read_options(settings or [])
-    from .run import _quieten
-
-    _quieten()
+    quieten()
     from ..extras.generate.run import generate as run
 
     output_dir = output_dir.expanduser()
@@ -57,6 +56,7 @@ def _progress() -> Iterator[Callable[[int, int | None], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
     columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    # stdout may be a pipe, and a bar is no line of a log.
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("rows", total=None)
         yield lambda rows, asked: bar.update(task, completed=rows, total=asked)

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ._shared import Config, Overrides, out_of_memory, show_notices
+from ._shared import Config, Overrides, checked, out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,12 +20,7 @@ TAKES_LESS = (
 
 def init_student(config: Config, overrides: Overrides = None) -> None:
     """Make a student of model_name_or_path: drop layers, narrow MLPs, compare with the original, save it."""
-    from ..config.run_config import load_run_config
-    from .run import _quieten
-
-    settings = load_run_config(config, overrides or [], exact=True)
-    show_notices(settings)
-    _quieten()
+    settings = checked(config, overrides)
     from ..extras.students.make import make_student
 
     with out_of_memory(TAKES_LESS):
@@ -40,6 +35,7 @@ def _print(config: "RunConfig", path: Path, record: "StudentRecord", student: "P
     from ..run.reports.tables import DISTILL_ROWS
 
     console = Console()
+    # By their number in the original, since that is what importances are of.
     new = {old: index for index, old in enumerate(record.layers_kept)}
     kinds = getattr(student.config.get_text_config(decoder=True), "layer_types", None)
     layers = Table(title=f"Layers of {record.teacher}", title_justify="left")
@@ -77,6 +73,7 @@ def _next_command(config: "RunConfig", path: Path) -> str:
     from ..config.yaml_reader import read_settings, setting
     from ..extras.students.make import CHOICE
 
+    # On the command line they need not be repeated; in the file they would drop layers of the student too.
     in_file = [key for key in read_settings(*find_config(config.source)).values if key in (*STUDENT_KEYS, CHOICE)]
     return shlex.join(
         ["liger-trainer", "run", config.source, setting("model_name_or_path", path), *(f"~{key}" for key in in_file)]

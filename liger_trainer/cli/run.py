@@ -1,7 +1,6 @@
 """`run` and `resume`: train as a configuration says, in this process or through accelerate's launcher."""
 
 import importlib
-import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..secrets import redact
-from ._shared import Config, Overrides, RunDir, out_of_memory, quieten_deprecations, show_notices
+from ._shared import Config, Overrides, RunDir, out_of_memory, quieten, show_notices
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -53,6 +52,7 @@ def start(config: str, overrides: list[str], command: list[str], launcher: list[
     from ..run.launch import as_rank
 
     try:
+        # Until training begins a signal of a scheduler ends the run like Ctrl-C.
         with as_rank(), handling(interrupt):
             _start(config, overrides, command, launcher)
     except KeyboardInterrupt:  # outside training, or a second one: `train_loop.train` saves a checkpoint first
@@ -67,6 +67,7 @@ def _start(config: str, overrides: list[str], command: list[str], launcher: list
     from ..run.launch import launch, launcher_arguments
 
     checked = load_run_config(config, overrides)
+    # transformers looks when it makes the trainer: after the weights were loaded.
     missing = not_installed(checked["report_to"])
     if missing is not None:
         raise checked.error("report_to", missing)
@@ -80,26 +81,11 @@ def _start(config: str, overrides: list[str], command: list[str], launcher: list
 
 
 def _run_recipe(config: "RunConfig") -> None:
-    _quieten()
+    quieten()
     words, sys.argv = sys.argv, [redact(word) for word in sys.argv]  # some trackers send the command line
     try:
         with out_of_memory(TAKES_LESS):
+            # By its name, so that a recipe is a file that one can copy.
             importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config.on_this_machine())
     finally:
         sys.argv = words
-
-
-def _quieten() -> None:
-    """Hide messages that the reader of a run can't act on. Errors and our own warnings are never hidden."""
-    import warnings
-
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    quieten_deprecations()
-    warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
-
-    import datasets
-    from transformers.utils import logging
-
-    datasets.disable_progress_bars()
-    logging.disable_progress_bar()  # of loading and saving; the one of training stays

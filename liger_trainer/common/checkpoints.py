@@ -1,6 +1,6 @@
 """Checkpoints on the disk: which are there, which are whole, how one is put in place and an old one removed.
 
-A checkpoint is written into a folder beside its name, with a manifest, and renamed when all of it is on the disk. So
+A checkpoint is written into another folder, with a manifest, and renamed when all of it is on the disk. So
 checkpoint-N is there as a whole or not at all, and what happens to it later is noticed. Imports no torch.
 """
 
@@ -23,14 +23,9 @@ STAGING = "_saving"  # in a run's folder; transformers pushes nothing to the hub
 TRAINER_STATE = "LigerTrainer"  # our own among the states in trainer_state.json
 WITH_MANIFEST = "manifest"  # there: the step whose checkpoint has a manifest, so that its loss is noticed
 _WEIGHTS = (
-    "*.safetensors",
-    "pytorch_model*.bin",
-    "adapter_model.bin",
-    "*.index.json",
-    "pytorch_model_fsdp_*",
-    "global_step*",
-)
-_TO_RESUME = {  # what Trainer writes beside the weights, unless it was told to save the model alone
+    "*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*.index.json", "pytorch_model_fsdp_*", "global_step*",
+)  # fmt: skip
+_TO_RESUME = {  # what Trainer writes besides the weights, unless it was told to save only the model
     "optimizer.pt": ("optimizer.pt", "optimizer*.bin", "optimizer_*", "global_step*"),
     "scheduler.pt": ("scheduler.pt", "global_step*"),
     "rng_state.pth": ("rng_state*.pth",),
@@ -83,7 +78,7 @@ def newest_whole(run_dir: Path, contents: bool = True) -> Choice | None:
 
 
 def refuse_damaged(checkpoint: Path, contents: bool = False) -> None:
-    """Raise CorruptError where a checkpoint is not whole; it names the newest one beside that is."""
+    """Raise CorruptError where a checkpoint is not whole; it names the newest other one that is."""
     reason = damage(checkpoint, contents)
     if reason is None:
         return
@@ -188,16 +183,14 @@ def _safetensors_damage(path: Path) -> Iterator[str]:
 
 
 def best_checkpoint(checkpoint: Path) -> str | None:
-    """Return the path of the best checkpoint that a checkpoint knows of: beside it, or else where it was.
-
-    What has its name may be another training's, as in the folder that a run was copied from. It is the one if all that
-    it has logged stands in this checkpoint too.
-    """
+    """Return the path of the best checkpoint that a checkpoint knows of: next to it, or else where it was."""
     state = _state(checkpoint) or {}
     if state.get("best_model_checkpoint") is None:
         return None
     known = Path(state["best_model_checkpoint"])
     for found in (checkpoint.with_name(known.name), known):
+        # What has its name may be another training's, as in the folder that a run was copied from. It is the one if
+        # all that it has logged stands in this checkpoint too.
         logged = (_state(found) or {}).get("log_history")
         if logged is not None and json.dumps(logged) == json.dumps(state["log_history"][: len(logged)]):
             return str(found)
@@ -236,7 +229,7 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def clear_staging(run_dir: Path) -> None:
-    """Remove what a killed process left unfinished. A checkpoint that lacked its name alone gets it."""
+    """Remove what a killed process left unfinished. A checkpoint that lacked only its name gets it."""
     staging = run_dir / STAGING
     for staged in checkpoints_in(staging):
         if has_manifest(staged) and not (run_dir / staged.name).exists() and damage(staged, contents=True) is None:
@@ -247,7 +240,7 @@ def clear_staging(run_dir: Path) -> None:
 def rotate(newest: Path, limit: int | None, best: str | None) -> None:
     """Remove checkpoints until `limit` are left: never the newest nor the best, and none before the newest is verified.
 
-    Those of later steps go first: they are of a future that the run went back from, and none of its own.
+    Those of later steps go first: they are of a future that the run has gone back from.
 
     Raises:
         CorruptError: the newest is not on the disk as it was written; nothing is removed.
@@ -260,8 +253,13 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
     surplus = others[: max(len(others) - max(limit - len(kept), 0), 0)]
     if surplus:
         _verify(newest)
+    staging = newest.parent / STAGING
     for path in surplus:
-        _remove(path)
+        # its name first: one that is half removed must not look like a checkpoint
+        staging.mkdir(exist_ok=True)
+        doomed = staging / f"removed-{path.name}"
+        os.replace(path, doomed)
+        doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
 
 
 def _verify(checkpoint: Path) -> None:
@@ -270,18 +268,7 @@ def _verify(checkpoint: Path) -> None:
         raise CorruptError(f"{checkpoint} was saved, but {reason}. Earlier checkpoints are kept. Check the disk.")
 
 
-def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, its name first: one that is half removed must not look like one."""
-    staging = checkpoint.parent / STAGING
-    staging.mkdir(exist_ok=True)
-    doomed = staging / f"removed-{checkpoint.name}"
-    os.replace(checkpoint, doomed)
-    doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
-
-
 # The manifest of a folder: size and SHA-256 of every file, so that a lost, cut off or changed one is noticed.
-
-
 MANIFEST = "manifest.json"
 _THREADS = 4  # hashing lets other threads run
 
@@ -292,7 +279,7 @@ def write_manifest(folder: Path) -> None:
     Raises:
         OSError: a file cannot be written or read.
     """
-    paths = _files(folder)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     with ThreadPoolExecutor(_THREADS) as pool:
         entries = list(pool.map(_settled, paths))
     files = dict(zip((path.relative_to(folder).as_posix() for path in paths), entries, strict=True))
@@ -303,7 +290,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def differences(folder: Path, contents: bool) -> Iterator[str]:
-    """Yield how a folder differs from its manifest. Files that came later are none of its business.
+    """Yield how a folder differs from its manifest. Files that came later do not matter.
 
     Args:
         contents: whether to read every file and compare its SHA-256, besides its size.
@@ -323,21 +310,14 @@ def differences(folder: Path, contents: bool) -> Iterator[str]:
             yield f"{name} is missing"
         elif (size := (folder / name).stat().st_size) != entry["size"]:
             yield f"{name} has {size} bytes instead of {entry['size']}"
-    if contents:
-        yield from _changed(folder, files)
-
-
-def _changed(folder: Path, files: dict[str, Any]) -> Iterator[str]:
+    if not contents:
+        return
     names = [name for name in files if (folder / name).is_file()]
     with ThreadPoolExecutor(_THREADS) as pool:
         hashes = pool.map(sha256, [folder / name for name in names])
         for name, now in zip(names, hashes, strict=True):
             if now != files[name]["sha256"]:
                 yield f"{name} is not what was written: its SHA-256 is {now[:12]}..., not {files[name]['sha256'][:12]}"
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
 
 
 def _settled(path: Path) -> dict[str, Any]:

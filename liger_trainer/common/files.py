@@ -1,4 +1,4 @@
-"""Names of the files of a run, and writing that leaves no half-written file or folder behind."""
+"""The files of a run: names, writing that leaves nothing half-written behind, errors of the disk, the folder's lock."""
 
 import errno
 import hashlib
@@ -77,7 +77,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `target` that takes its name at the end; after an error nothing is left of it.
+    """Yield an empty folder next to `target` that takes its name at the end; after an error nothing is left of it.
 
     By then `target` must be absent or empty.
     """
@@ -100,9 +100,7 @@ def sha256(content: bytes | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# A disk that is full, read-only or over its quota, whoever notices it, is one error with what to do.
-
-
+# A disk that is full, read-only or over its quota, whoever notices it, is one error that says what to do.
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # of safetensors and tokenizers, written in Rust
 _OF_TORCH = re.compile(r"PytorchStreamWriter|inline_container\.cc.*(unexpected pos|open file failed)", re.DOTALL)
@@ -166,13 +164,11 @@ def free_space(path: Path) -> str:
         return f"The free space in {nearest} cannot be read ({error.strerror})"
 
 
-# One run to a folder: a lock that names its holder, and that nobody has to remove by hand after a crash.
+# One run per folder: a lock that names its holder, and that nobody has to remove by hand after a crash.
 #
 # The file system's own lock (`flock`) decides where it has one: it ends with the process, however that ends. Some file
-# systems have none, and some keep it to one host. There decides whether the process that the file names is running, or,
-# on another host, whether the file's time moves, which the holder renews.
-
-
+# systems have none, and some keep it to one host. There we look whether the process that the file names is running, or,
+# if it is on another host, whether the file's time moves, which the holder renews.
 try:
     import fcntl
 except ImportError:  # Windows: a holder on the same host is not seen
@@ -196,15 +192,7 @@ class Holder:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
 
-@dataclass
-class _Held:
-    """A lock of this process: the open file, and how often it is held, as by a run and by the trainer of that run."""
-
-    file: int
-    times: int = 1
-
-
-_HELD: dict[Path, _Held] = {}
+_HELD: dict[Path, int] = {}  # the open files of the locks of this process
 
 
 @contextmanager
@@ -218,18 +206,14 @@ def folder_lock(folder: Path, note: Callable[[str], Any]) -> Iterator[None]:
         ConfigError: another process holds it, which is named; or a link in the folder leads out of it.
     """
     folder = folder.expanduser().resolve()
-    if folder in _HELD:
-        _HELD[folder].times += 1
-        try:
-            yield
-        finally:
-            _HELD[folder].times -= 1
+    if folder in _HELD:  # a run holds it around its trainer, which would take it too
+        yield
         return
     refuse_links(folder)
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     file, over = _take(folder, note), threading.Event()
-    _HELD[folder] = _Held(file)
+    _HELD[folder] = file
     threading.Thread(target=_beat, args=(file, over), daemon=True).start()
     try:
         yield
@@ -318,8 +302,8 @@ def _refuse_if_beating(folder: Path, holder: Holder, note: Callable[[str], Any])
 
 
 def _time_of(folder: Path) -> int:
-    """Return the time of the file, opened anew: a network file system then asks its server."""
-    try:
+    """Return the time of the file."""
+    try:  # opened again each time: a network file system then asks its server
         with (folder / LOCK).open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
@@ -366,8 +350,8 @@ def _beat(file: int, over: threading.Event) -> None:
 
 def _forget() -> None:
     """Let go of the parent's locks: a child that outlives it, such as a data loader's worker, must not hold them on."""
-    for held in _HELD.values():
-        os.close(held.file)
+    for file in _HELD.values():
+        os.close(file)
     _HELD.clear()
 
 

@@ -28,21 +28,10 @@ ABOVE_ZERO: Rule = {"type": "number", "exclusiveMinimum": 0}
 BELOW_ONE: Rule = {"type": "number", "minimum": 0, "exclusiveMaximum": 1}
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 _WORDS = {
-    "boolean": "true or false",
-    "integer": "an integer",
-    "number": "a number",
-    "string": "text",
-    "array": "a list",
-    "object": "a mapping",
-    "null": "null",
-}
-_ITEMS = {
-    "string": "text",
-    "integer": "integers",
-    "number": "numbers",
-    "object": "mappings",
-    "boolean": "true and false",
-}
+    "boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text", "array": "a list",
+    "object": "a mapping", "null": "null",
+}  # fmt: skip
+_ITEMS = dict(string="text", integer="integers", number="numbers", object="mappings", boolean="true and false")
 LIMIT_NAMES = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _BOUNDS = (
     ("minimum", "of at least", float.__ge__),
@@ -124,7 +113,10 @@ def complaints(value: Any, rule: Rule, path: tuple = ()) -> Iterator[tuple[tuple
     if "enum" in rule:
         fits = any(value == option and type(value) is type(option) for option in rule["enum"])
     if not fits:
-        yield path, f"expected {words(rule)}, got {got(value)}.{_hint(value, rule)}"
+        hint = did_you_mean(value, [option for option in rule.get("enum", ()) if isinstance(option, str)])
+        if isinstance(value, float) and value.is_integer() and "integer" in allowed:
+            hint = f" Write {int(value)}."
+        yield path, f"expected {words(rule)}, got {got(value)}.{hint}"
     elif kind in ("integer", "number"):
         yield from ((path, text) for text in _outside(value, rule))
     elif kind == "array":
@@ -139,12 +131,6 @@ def complaints(value: Any, rule: Rule, path: tuple = ()) -> Iterator[tuple[tuple
             json.loads(value)
         except json.JSONDecodeError as error:
             yield path, f"expected a mapping, got text that is no JSON: {error}"
-
-
-def _hint(value: Any, rule: Rule) -> str:
-    if isinstance(value, float) and value.is_integer() and "integer" in kinds(rule):
-        return f" Write {int(value)}."
-    return did_you_mean(value, [option for option in rule.get("enum", ()) if isinstance(option, str)])
 
 
 def _outside(value: float, rule: Rule) -> Iterator[str]:
@@ -184,8 +170,7 @@ HTTP: Rule = {
     "pattern": r"^https?://([^\s/@]+@)?(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(:\d{1,5})?([/?#]\S*)?$",
     "patternErrorMessage": "an address such as http://localhost:8000/v1",
 }
-HTTP_SERVERS: Rule = {**HTTP, "items": {"type": "string", **HTTP}}
-"""one address, or a list of them"""
+HTTP_SERVERS: Rule = {**HTTP, "items": {"type": "string", **HTTP}}  # one address, or a list of them
 
 
 @dataclass(frozen=True)
@@ -200,53 +185,49 @@ class OptionValues:
 
 
 @dataclass(frozen=True)
-class Fact:
-    """A condition on options, which Python evaluates and JSON Schema writes down.
+class Condition:
+    """A condition on options, which Python evaluates and JSON Schema writes down."""
 
-    Attributes:
-        reads: the options that it looks at.
-        holds: whether it is so.
-        rule: the same for an editor; None where an editor cannot know, as of a file or an environment variable.
-        words: what to write to make it so, for messages.
-    """
-
-    reads: tuple[str, ...]
-    holds: Callable[[OptionValues], bool]
+    reads: tuple[str, ...]  # the options that it looks at
+    holds: Callable[[OptionValues], bool]  # whether it is so
+    # the same for an editor; None where an editor cannot know, as of a file or an environment variable
     rule: Rule | None = None
-    words: str = ""
+    words: str = ""  # what to write to make it so, for messages
 
-    def __and__(self, other: "Fact") -> "Fact":
+    def __and__(self, other: "Condition") -> "Condition":
         rule = {"allOf": [self.rule, other.rule]} if self.rule and other.rule else None
-        return Fact((*self.reads, *other.reads), lambda options: self.holds(options) and other.holds(options), rule)
+        return Condition(
+            (*self.reads, *other.reads), lambda options: self.holds(options) and other.holds(options), rule
+        )
 
-    def __or__(self, other: "Fact") -> "Fact":
+    def __or__(self, other: "Condition") -> "Condition":
         rules = [rule for rule in (self.rule, other.rule) if rule]  # an editor sees the half that it can
         rule = {"anyOf": rules} if rules else None
-        return Fact((*self.reads, *other.reads), lambda options: self.holds(options) or other.holds(options), rule)
+        return Condition((*self.reads, *other.reads), lambda options: self.holds(options) or other.holds(options), rule)
 
-    def __invert__(self) -> "Fact":
-        return Fact(self.reads, lambda options: not self.holds(options), {"not": self.rule} if self.rule else None)
+    def __invert__(self) -> "Condition":
+        return Condition(self.reads, lambda options: not self.holds(options), {"not": self.rule} if self.rule else None)
 
 
-def given(key: str, words: str = "") -> Fact:
+def given(key: str, words: str = "") -> Condition:
     """The user gave this option."""
-    return Fact((key,), lambda options: key in options.given, {"required": [key]}, words or f"`{key}`")
+    return Condition((key,), lambda options: key in options.given, {"required": [key]}, words or f"`{key}`")
 
 
-def on(key: str) -> Fact:
+def on(key: str) -> Condition:
     """This option is neither false nor 0 nor empty. Its default must be one of these."""
     rule = {"required": [key], "properties": {key: {"not": {"enum": list(NOTHING)}}}}
-    return Fact((key,), lambda options: bool(options[key]), rule, f"`{key}: true`")
+    return Condition((key,), lambda options: bool(options[key]), rule, f"`{key}: true`")
 
 
-def equals(key: str, *values: Any) -> Fact:
+def equals(key: str, *values: Any) -> Condition:
     """This option has one of these values, none of which is its default."""
     rule = {"required": [key], "properties": {key: {"enum": list(values)}}}
     words = f"`{key}: {values[0]}`" + "".join(f" or `{value}`" for value in values[1:])
-    return Fact((key,), lambda options: options[key] in values, rule, words)
+    return Condition((key,), lambda options: options[key] in values, rule, words)
 
 
-def has_entry(key: str, entry: str) -> Fact:
+def has_entry(key: str, entry: str) -> Condition:
     """This option is a mapping, or JSON text of one, with that entry."""
 
     def holds(options: OptionValues) -> bool:
@@ -257,37 +238,31 @@ def has_entry(key: str, entry: str) -> Fact:
             return False
         return isinstance(value, Mapping) and entry in value
 
-    return Fact((key,), holds, {"required": [key], "properties": {key: {"type": "object", "required": [entry]}}})
+    return Condition((key,), holds, {"required": [key], "properties": {key: {"type": "object", "required": [entry]}}})
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Options that are fine alone and wrong, or without effect, together: reported at `key` when `when` holds.
-
-    Attributes:
-        message: may contain {value}, the value of `key`.
-        missing: the conflict is that `key` has no value.
-        needs: the option without which `key` must not be given, where that is all.
-    """
+    """Options that are fine by themselves and wrong, or without effect, together: reported at `key` if `when` holds."""
 
     key: str
-    when: Fact
-    message: str
-    missing: bool = False
-    needs: str | None = None
+    when: Condition
+    message: str  # may contain {value}, the value of `key`
+    missing: bool = False  # the conflict is that `key` has no value
+    needs: str | None = None  # the option without which `key` must not be given, where that is all
 
     @property
     def reads(self) -> tuple[str, ...]:
         return (self.key, *self.when.reads)
 
 
-def without(key: str, needed: Fact) -> Conflict:
+def without(key: str, needed: Condition) -> Conflict:
     """The conflict that `key` is given where nothing reads it."""
     only = needed.reads[0] if needed.rule == {"required": [needed.reads[0]]} else None
     return Conflict(key, given(key) & ~needed, f"has no effect without {needed.words}.", needs=only)
 
 
-def missing(key: str, needed_by: Fact) -> Conflict:
+def missing(key: str, needed_by: Condition) -> Conflict:
     """The conflict that `key` has no value where something asks for it."""
     return Conflict(key, needed_by & ~on(key), f"missing; {needed_by.words} needs it.", missing=True)
 
@@ -312,9 +287,9 @@ def option(
     *,
     choices: Iterable[Any] = (),
     text: Rule | None = None,
-    needs: Fact | None = None,
-    needed_by: Fact | None = None,
-    conflicts: Iterable[tuple[Fact, str]] = (),
+    needs: Condition | None = None,
+    needed_by: Condition | None = None,
+    conflicts: Iterable[tuple[Condition, str]] = (),
     **limits: float,
 ) -> Any:
     """Declare a dataclass field as an option.
@@ -347,7 +322,7 @@ def conflicts_of(cls: type) -> Iterator[Conflict]:
 
 
 def limits_of(item: dataclasses.Field) -> Rule:
-    """What a field's declaration says about its values, beside their type."""
+    """What a field's declaration says about its values, besides their type."""
     limits = {LIMIT_NAMES[name]: limit for name, limit in declared(item).get("limits", {}).items()}
     return {**limits, **declared(item).get("text", {})}
 
@@ -382,7 +357,11 @@ def check_options(config: Any, *classes: type) -> None:
     """
     for cls in classes:
         check_values(vars(config), cls)
-    changed = {item.name for item in dataclasses.fields(config) if getattr(config, item.name) != _default(item)}
+    changed = set()
+    for item in dataclasses.fields(config):
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        if getattr(config, item.name) != default:
+            changed.add(item.name)
     declared = [conflict for cls in classes for conflict in conflicts_of(cls)]
     for key, message in clashes(OptionValues(vars(config), changed), declared):
         raise ValueError(f"{key}: {message}")
@@ -398,7 +377,3 @@ def _python_rule(item: dataclasses.Field) -> Rule:
     kind = "integer" if is_integer else "string" if "pattern" in limits else "number"
     types = [kind, *(["array"] if "items" in limits else ()), *(["null"] if item.default is None else ())]
     return {"type": types, **limits} if limits or is_integer else {}
-
-
-def _default(item: dataclasses.Field) -> Any:
-    return item.default_factory() if item.default_factory is not MISSING else item.default

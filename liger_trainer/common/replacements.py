@@ -18,13 +18,13 @@ def forward_of(module: nn.Module) -> Callable:
 
 
 class _Absent:
-    """The object had no such attribute of its own. A class, because a deep copy of it is itself."""
+    """The object itself had no such attribute. A class, because a deep copy of it is itself."""
 
 
 class Replacements:
     """Attributes replaced on modules and classes. `undo()` puts the former ones back.
 
-    The record holds the changed objects, so a deep copy of a patched model has a record of its own.
+    The record holds the changed objects, so a deep copy of a patched model has its own record.
     """
 
     def __init__(self) -> None:
@@ -77,6 +77,18 @@ class Replacements:
                 delattr(owner, name)
 
 
+@contextlib.contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Within the context `owner` has these attributes."""
+    replacements = Replacements()
+    for name, value in attributes.items():
+        replacements.set(owner, name, value)
+    try:
+        yield
+    finally:
+        replacements.undo()
+
+
 _LOCK = threading.Lock()
 
 
@@ -84,24 +96,23 @@ class _ByThread:
     """A function that is another one in threads which have put their own in its place."""
 
     def __init__(self, before: Callable, absent: bool):
-        self.before, self.absent = before, absent  # whether the owner had no attribute of its own
+        self.before, self.absent = before, absent  # whether the owner itself had no such attribute
         self.own: dict[int, list[Callable]] = {}  # by thread: those of the calls that are running, outermost first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = self._own_while_compiling() if torch.compiler.is_compiling() else self.own.get(threading.get_ident())
+        if torch.compiler.is_compiling():  # which cannot ask for the thread that it traces: only one may have its own
+            own = next(iter(self.own.values())) if len(self.own) == 1 else None
+        else:
+            own = self.own.get(threading.get_ident())
         return (own[-1] if own else self.before)(*args, **kwargs)
-
-    def _own_while_compiling(self) -> list[Callable] | None:
-        """Return those of the only thread that has some: torch.compile cannot ask which one it traces."""
-        return next(iter(self.own.values())) if len(self.own) == 1 else None
 
 
 @contextlib.contextmanager
 def replaced_in_this_thread(owner: Any, name: str, function: Callable, before: Callable) -> Iterator[None]:
-    """Within the context, and in this thread alone, `owner.name` is `function`. Contexts may be nested.
+    """Within the context, and only in this thread, `owner.name` is `function`. Contexts may be nested.
 
     Args:
-        before: what it is elsewhere, if the owner has no attribute of its own. What it has must be a function.
+        before: what it is elsewhere, if the owner itself has no such attribute. What it has must be a function.
     """
     if torch.compiler.is_compiling():  # a graph has no threads
         former = vars(owner).get(name)

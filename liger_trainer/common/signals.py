@@ -1,4 +1,4 @@
-"""What ends a run: signals, which are handled for a while. And its worker processes, which end with it."""
+"""What ends a run, its worker processes and work that takes too long: signals, which are handled for a while."""
 
 import math
 import os
@@ -15,10 +15,10 @@ from multiprocess.process import parent_process
 from multiprocess.util import register_after_fork
 
 WATCH_EVERY = 1.0  # seconds
+# Ctrl-C, the signals by which schedulers end a job, and those by which Slurm announces that (`--signal=USR1@300`).
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
-"""Ctrl-C, the signals by which schedulers end a job, and those by which Slurm announces that (`--signal=USR1@300`)."""
 
 
 @contextmanager
@@ -62,8 +62,6 @@ def _end_with_parent(_: Any) -> None:
 
 
 # End work that takes too long or too much memory, such as a chat template that never ends.
-
-
 try:
     import resource
 except ImportError:  # Windows

@@ -1,4 +1,4 @@
-"""Load models and adapters only from files that have all of their weights, and no others.
+"""Load models and adapters only from files that have all of their weights, and no others; merge adapters.
 
 transformers and PEFT draw missing weights at random, leave unexpected ones out, and only warn. Here that is an error
 which names the tensors.
@@ -30,7 +30,7 @@ from ..compat.deepspeed import is_partitioned, shape_of
 from ..errors import ConfigError, CorruptError
 
 SHOWN = 5  # names of each kind in a message
-# causal masks: GPT-2, GPT-Neo and GPT-J once saved them beside their weights
+# causal masks: GPT-2, GPT-Neo and GPT-J once saved them with their weights
 MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
 
 
@@ -41,7 +41,7 @@ class DamagedWeightsError(ConfigError):
 def auto_class(config: Any) -> Any:
     """Return the class of transformers that loads a model that writes text: AutoModelForCausalLM, or that for images.
 
-    Some families have a causal LM of their text alone beside the model that reads images; the files say which it is.
+    Some families have a causal LM that reads only text, and a model that reads images; the files say which it is.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import (
@@ -70,7 +70,7 @@ def load_whole(
             `create_model_from_path`.
         allow_missing_weights: take the files as they are. Weights that are missing or of another shape are drawn at
             random, and unexpected tensors are left out.
-        **options: for `load`. `ignore_mismatched_sizes` allows other shapes alone.
+        **options: for `load`. `ignore_mismatched_sizes` allows only other shapes.
 
     Returns:
         The model; with `output_loading_info=True` the model and transformers' record of what was loaded.
@@ -128,11 +128,9 @@ def named(names: Iterable[str]) -> str:
 #
 # `merged` is the only function here that merges. It compares logits before and after, since PEFT adds a product to a
 # matrix that embedding and head share, and warns.
-
-
 UNREADABLE = (SafetensorError, EOFError, UnpicklingError)
 # |merged - adapter's| / |adapter's| of the logits. In half precision each merged weight is rounded once; in 4 and 8
-# bits PEFT quantises the sum anew.
+# bits PEFT quantises the sum again.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 OF_QUANTISED = 0.4
 # what a file has of an embedding or a head, and which axis is the vocabulary
@@ -146,10 +144,8 @@ class Adapter:
 
     name: str
     base: str
-    revision: str | None
-    """of the base"""
-    kind: str
-    """PEFT's name of it, such as LORA"""
+    revision: str | None  # of the base
+    kind: str  # PEFT's name of it, such as LORA
 
     def __str__(self) -> str:
         merge = f"liger-trainer merge {self.name} MERGED"
@@ -159,7 +155,7 @@ class Adapter:
 
 
 def adapter_at(name: Any, revision: str | None = None) -> Adapter | None:
-    """Return the adapter that a directory or hub id holds without a model beside it; None where it holds none.
+    """Return the adapter that a directory or hub id holds, if there is no whole model in it; None where it holds none.
 
     Raises:
         ConfigError: its configuration does not name the base.
@@ -169,7 +165,10 @@ def adapter_at(name: Any, revision: str | None = None) -> Adapter | None:
         found = find_adapter_config_file(str(name), revision=revision)
     except (OSError, ValueError):  # no name that a hub could have
         return None
-    if found is None or _has_model(Path(str(name))):
+    folder = Path(str(name))
+    weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    whole = (folder / "config.json").is_file() and any(not x.name.startswith("adapter_model") for x in weights)
+    if found is None or whole:
         return None
     try:
         config = json.loads(Path(found).read_text(encoding="utf-8"))
@@ -189,11 +188,6 @@ def check_mergeable(kind: str) -> None:
             f"{kind} is no change of weights, so it cannot be merged into its base, nor teach. `chat` and `eval` read "
             "such adapters; train LoRA for a model of its own."
         )
-
-
-def _has_model(folder: Path) -> bool:
-    weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
-    return (folder / "config.json").is_file() and any(not file.name.startswith("adapter_model") for file in weights)
 
 
 def load_merged(load: Callable[..., Any], name: str, **options: Any) -> Any:
@@ -252,17 +246,18 @@ def _fit_vocabulary(model: Any, name: str, revision: str | None) -> None:
     PEFT saves resized embeddings with the adapter, and cannot load them into a base as it was before.
     """
     rows, tied = shape_of(model.get_input_embeddings().weight)[0], _tied(model)
-    paths = [_path_of(model, module) for module in (model.get_input_embeddings(), model.get_output_embeddings())]
+    path_of = {module: path for path, module in model.named_modules()}
+    paths = [path_of.get(module, "") for module in (model.get_input_embeddings(), model.get_output_embeddings())]
     of_hub: dict[str, Any] = {"revision": revision} if revision else {}
     weights = load_peft_weights(name, device="cpu", **of_hub)
-    whole = [
-        _rows_in(weights, path, {"weight": 0, "base_layer.weight": 0, "token_adapter.base_layer.weight": 0})
-        for path in paths
-    ]
-    products = [_rows_in(weights, path, {"lora_embedding_A": 1, "lora_B.weight": 0}) for path in paths]
+    whole, products = ([_rows_in(weights, path, axes) for path in paths] for axes in (WHOLE, PRODUCTS))
     wanted = next((n for n in (*whole, *products) if n is not None), rows)
     if wanted == rows:
-        tokens = _trained_tokens(name, revision)
+        file = Path(find_adapter_config_file(name, revision=revision) or "")
+        config = json.loads(file.read_text(encoding="utf-8"))
+        listed = config.get("trainable_token_indices") or config.get("token_indices") or []
+        lists = listed.values() if isinstance(listed, dict) else [listed]  # by layer, or of the embedding
+        tokens = {token for each in lists for token in each}
         wanted = max([rows, *(token + 1 for token in tokens)])
         saved = tied and set(range(rows, wanted)) <= tokens
     else:
@@ -281,17 +276,6 @@ def _fit_vocabulary(model: Any, name: str, revision: str | None) -> None:
 def _rows_in(weights: Mapping[str, Tensor], path: str, axes: Mapping[str, int]) -> int | None:
     found = (x.shape[axes[end]] for end in axes for key, x in weights.items() if key.endswith(f".{path}.{end}"))
     return next(found, None)
-
-
-def _trained_tokens(name: str, revision: str | None) -> set[int]:
-    config = json.loads(Path(find_adapter_config_file(name, revision=revision) or "").read_text(encoding="utf-8"))
-    tokens = config.get("trainable_token_indices") or config.get("token_indices") or []
-    lists = tokens.values() if isinstance(tokens, dict) else [tokens]
-    return {token for each in lists for token in each}
-
-
-def _path_of(model: nn.Module, wanted: nn.Module | None) -> str:
-    return next((path for path, module in model.named_modules() if module is wanted), "")
 
 
 def merged(model: Any) -> Any:
@@ -343,7 +327,7 @@ def logits_of(model: Any, ids: Tensor | None = None) -> Tensor:
 
 
 def _probe(base: Any) -> Tensor:
-    """Return two rows of token ids: some of all, the last of them, and those that are trained alone; no placeholder."""
+    """Return two rows of token ids: some of all, the last, and those that are trained one by one; no placeholder."""
     config = base.config.get_text_config(decoder=True)
     ids = set(torch.linspace(0, config.vocab_size - 1, 12).long().tolist())
     for module in base.modules():
@@ -372,7 +356,7 @@ def _tied(model: Any) -> bool:
 
 
 def _untie(base: Any) -> bool:
-    """Give the head a matrix of its own if adapters change it or the embedding; return whether that was done."""
+    """Give the head its own matrix if adapters change it or the embedding; return whether that was done."""
     if not _tied(base) or not any(isinstance(end, BaseTunerLayer | AuxiliaryTrainingWrapper) for end in _ends(base)):
         return False
     head = _inner(base.get_output_embeddings())

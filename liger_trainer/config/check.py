@@ -15,19 +15,7 @@ from ..common.options import OptionValues, complaints, did_you_mean, read
 from ..kernels.divergence_kinds import REMOVED as REMOVED_KINDS
 from ..losses.plan import FIELDS, plan_of, without_effect
 from ..secrets import SECRET
-from .conflicts import (
-    CALLED,
-    FORMER,
-    GONE,
-    REFUSED,
-    REMOVED,
-    TWO_STAGES,
-    conflicts,
-    is_sharded,
-    notices,
-    renamed,
-    will_shard,
-)
+from .conflicts import CALLED, FORMER, GONE, REFUSED, REMOVED, SHARDED, TWO_STAGES, conflicts, notices, renamed
 from .run_options import RECIPES
 from .schema import Schema
 from .yaml_reader import COMMAND_LINE, DROPPED, Finding, Setting, parse_overrides, read_settings
@@ -64,6 +52,7 @@ def check(
     problems += [*words.findings, *_override(given, words.values, label)]
     told: list[Finding] = []
     given = _present_names(given, problems, told)
+    # Which keys there are depends on the recipe, so it is guessed even from what is misspelt.
     recipe = _recipe(given, problems)
     checked = _check_settings(given, recipe, label, schema, allow_env, paths)
     return replace(checked, problems=[*problems, *checked.problems], notices=[*told, *checked.notices])
@@ -74,13 +63,17 @@ def _check_settings(
 ) -> Checked:
     """Check settings with names of today as one run of `recipe`."""
     problems: list[Finding] = []
-    known = {key: setting for key, setting in given.items() if key in schema.of(recipe).keys}
     keys = schema.of(recipe).keys
+    known = {key: setting for key, setting in given.items() if key in keys}
     problems += _unknown(given, schema, recipe)
     problems += _wrong_types(known, keys)
     problems += _missing(given, recipe, label)
-    problems += _left_out(given)
+    for key, setting in given.items():
+        if SECRET in repr(setting.value):  # a run wrote it down without the secret
+            message = f"a secret was left out here ({SECRET}); give it again on the command line: {key}=..."
+            problems.append(Finding(setting.where, key, message))
 
+    # A key that is wrong by itself is left out of all checks of several keys: one mistake, one message.
     wrong = {problem.key for problem in problems}
     settings = {key: Setting(read(setting.value, keys[key].rule), setting.where) for key, setting in known.items()}
     values = {key: deepcopy(spec.default) for key, spec in keys.items()}
@@ -97,8 +90,9 @@ def _check_settings(
         problems += variables_not_allowed(known["env"])
     if paths:
         problems += missing_paths({key: setting for key, setting in known.items() if key not in wrong})
-    if "report_to" not in wrong:
-        problems += _no_trackers(settings)
+    if "report_to" in settings and "report_to" not in wrong:
+        message = unknown_tracker(settings["report_to"].value)
+        problems += [Finding(settings["report_to"].where, "report_to", message)] if message else []
     told = [] if problems else list(notices(known, keys, recipe))
     return Checked(recipe, schema, values, settings, problems, told)
 
@@ -107,6 +101,7 @@ def _override(given: dict[str, Setting], words: Mapping[str, Setting], label: st
     """Put the command line's settings over those of the file; `~key` takes one out."""
     in_file = tuple(given)
     for key, setting in words.items():
+        # A key with the value DROPPED is one that the command line takes out: `~key`.
         if setting.value is not DROPPED:
             given[key] = setting
         elif key in given:
@@ -170,18 +165,11 @@ def _wrong_types(settings: Mapping[str, Setting], keys: Mapping[str, Any]) -> It
         rule = keys[key].rule
         for path, message in complaints(read(setting.value, rule), rule):
             steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+            # complaints knows only what is allowed; what was allowed once gets the reason.
             for kind, instead in REMOVED_KINDS.items():
                 if key == "losses" and f"'{kind}'" in message:
                     message = f"{kind} was removed: {instead}."
             yield Finding(setting.place(path), key, f"{steps}: {message}" if steps else message)
-
-
-def _left_out(given: Mapping[str, Setting]) -> Iterator[Finding]:
-    """Settings that a run wrote down without the secret in them."""
-    for key, setting in given.items():
-        if SECRET in repr(setting.value):
-            message = f"a secret was left out here ({SECRET}); give it again on the command line: {key}=..."
-            yield Finding(setting.where, key, message)
 
 
 def _no_loss(values: Mapping[str, Any], settings: Mapping[str, Setting], label: str) -> Iterator[Finding]:
@@ -211,13 +199,6 @@ def _missing(given: Mapping[str, Setting], recipe: str, label: str) -> Iterator[
         yield Finding(label, "teacher_model_name_or_path", message)
 
 
-def _no_trackers(settings: Mapping[str, Setting]) -> Iterator[Finding]:
-    setting = settings.get("report_to")
-    message = setting and unknown_tracker(setting.value)
-    if setting and message:
-        yield Finding(setting.where, "report_to", message)
-
-
 def _recipe_defaults(
     values: Mapping[str, Any], settings: Mapping[str, Setting], label: str
 ) -> Iterator[tuple[str, Any]]:
@@ -228,15 +209,14 @@ def _recipe_defaults(
     """
     if values["output_dir"] is None:
         yield "output_dir", str(Path("outputs", Path(label).parent.name, Path(label).stem))
+    # fp16 excludes bf16, and without a GPU TRL's default, true, is an error.
     if values["bf16"] is None and (values["fp16"] or values["use_cpu"]):
         yield "bf16", False
-    if "num_sample_completions" not in settings and (is_sharded(values) or will_shard(values)):
+    if "num_sample_completions" not in settings and SHARDED.holds(OptionValues(values, ())):
         yield "num_sample_completions", 0
 
 
 # What a configuration names outside itself: files and folders on this machine, and variables of the environment.
-
-
 ALLOW_ENV, API_KEY = "--allow-env", "teacher_server_api_key_env"
 PATHS = (
     "model_name_or_path", "teacher_model_name_or_path", "teacher_tokenizer_name_or_path", "dataset_name",
@@ -275,6 +255,7 @@ def missing_paths(settings: Mapping[str, Setting]) -> Iterator[Finding]:
 def _names(key: str, value: Any) -> Iterator[tuple[tuple, str]]:
     if key in PATHS and isinstance(value, str):
         yield (), value
+    # Parts of a mixture and of several teachers name files of their own.
     for index, entry in enumerate(value if key in _IN_A_LIST and isinstance(value, list) else ()):
         for name in _IN_A_LIST[key] if isinstance(entry, dict) else ():
             listed = entry.get(name)
@@ -285,6 +266,7 @@ def _names(key: str, value: Any) -> Iterator[tuple[tuple, str]]:
 
 def _is_local(name: str) -> bool:
     """Whether a name can only be a path: a hub id is "name" or "owner/name", and `demo:` and URLs have a colon."""
+    # A pattern may match no file here and still be meant for the hub.
     if ":" in name or "*" in name:
         return False
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_FILES)
@@ -348,19 +330,19 @@ TRACKERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "trackio": (("trackio",),),
     "wandb": (("wandb",),),
 }
-ALONE = ("all", "none")  # every one that is installed, and no tracker
+NO_NAMES = ("all", "none")  # every one that is installed, and no tracker
 
 
 def tracker_names(report_to: str | Sequence[str] | None) -> list[str]:
-    """The names in a value of `report_to`; `all` and `none`, which transformers takes alone, are no names."""
+    """The names in a value of `report_to`; `all` and `none`, which stand for every one or no one, are no names."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or [])
-    return [] if len(names) == 1 and names[0] in ALONE else names
+    return [] if len(names) == 1 and names[0] in NO_NAMES else names
 
 
 def unknown_tracker(report_to: Any) -> str | None:
     """What is wrong with a value of `report_to`, in words: a name that is none of a tracker."""
     for name in tracker_names(report_to):
-        if name in ALONE:
+        if name in NO_NAMES:
             return f"{name!r} stands alone; beside other trackers it means nothing."
         if name not in TRACKERS:
             return f"expected {', '.join(TRACKERS)}, all or none, got {name!r}.{did_you_mean(name, TRACKERS)}"

@@ -9,17 +9,9 @@ from typing import Any
 
 import yaml
 
-from ..common.options import Conflict, Fact, OptionValues, clashes, conflicts_of, equals, given, on, without
+from ..common.options import Condition, Conflict, OptionValues, clashes, conflicts_of, equals, given, on, without
 from ..losses.plan import LossConfig
-from ..teachers.config import (
-    CACHE,
-    PLACEMENT,
-    SAMPLES,
-    SELF,
-    TeacherConfig,
-    is_its_own_teacher,
-    teacher_problems,
-)
+from ..teachers.config import CACHE, PLACEMENT, SAMPLES, SELF, TeacherConfig, is_its_own_teacher, teacher_problems
 from ..trainers.options import (
     ELSEWHERE,
     FOLLOW_EVALUATIONS,
@@ -43,8 +35,7 @@ from .yaml_reader import Finding, Setting
 
 
 LAUNCHED = "LIGER_TRAINER_LAUNCHED"  # id of the launching process, a colon, and the folder of its ranks
-DDP = {"ddp": "multi_gpu"}
-"""The name that users know, and TRL's."""
+DDP = {"ddp": "multi_gpu"}  # the name that users know, and TRL's
 
 
 def is_launched() -> bool:
@@ -84,14 +75,14 @@ def engine_of(name: str) -> str | None:
     return "ddp" if kind.startswith("MULTI_") else None
 
 
-def launches(*engines: str) -> Fact:
+def launches(*engines: str) -> Condition:
     """The condition that `accelerate_config` will launch one of these; what a launcher chose is in its environment."""
 
     def holds(options: OptionValues) -> bool:
         name = options["accelerate_config"]
         return isinstance(name, str) and not is_launched() and engine_of(name) in engines
 
-    return Fact(("accelerate_config",), holds)
+    return Condition(("accelerate_config",), holds)
 
 
 # Known to TRL and transformers, but without effect in these recipes: refused when set to anything but the default.
@@ -154,26 +145,21 @@ DEFAULT_LMBDA = "not given: the completions in the rows, `0.0`. TRL's trainer le
 DEFAULT_BETA = "not given: forward KL (0.0). TRL's DistillationTrainer would take reverse KL, `beta: 1.0`."
 
 
-_LAUNCHED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
-_LAUNCHED_SHARDED = Fact((), lambda options: any(os.environ.get(name) == "true" for name in _LAUNCHED))
-SHARDED = on("fsdp") | on("deepspeed") | _LAUNCHED_SHARDED
+def _launched_with(engine: str) -> Condition:
+    return Condition((), lambda options: os.environ.get(f"ACCELERATE_USE_{engine}") == "true")
+
+
 _LAUNCHES_DEEPSPEED, _LAUNCHES_FSDP = launches("zero0", "zero1", "zero2", "zero3"), launches("fsdp1", "fsdp2")
-_DEEPSPEED = (
-    on("deepspeed")
-    | Fact((), lambda options: os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true")
-    | _LAUNCHES_DEEPSPEED
-)
-_FSDP = on("fsdp") | Fact((), lambda options: os.environ.get("ACCELERATE_USE_FSDP") == "true") | _LAUNCHES_FSDP
+_DEEPSPEED = on("deepspeed") | _launched_with("DEEPSPEED") | _LAUNCHES_DEEPSPEED
+_FSDP = on("fsdp") | _launched_with("FSDP") | _LAUNCHES_FSDP
+# each process holds only a part of the weights: by the settings or the launcher's environment, or once it is launched
+_IS_SHARDED = on("fsdp") | on("deepspeed") | (_launched_with("FSDP") | _launched_with("DEEPSPEED"))
+SHARDED = _IS_SHARDED | _LAUNCHES_FSDP | _LAUNCHES_DEEPSPEED
 
 
 def is_sharded(values: Mapping[str, Any]) -> bool:
     """Whether each process holds only a part of the weights, by the settings or by the launcher's environment."""
-    return SHARDED.holds(OptionValues(values, ()))
-
-
-def will_shard(values: Mapping[str, Any]) -> bool:
-    """Whether the processes that `accelerate_config` will launch hold only a part of the weights each."""
-    return (_LAUNCHES_FSDP | _LAUNCHES_DEEPSPEED).holds(OptionValues(values, ()))
+    return _IS_SHARDED.holds(OptionValues(values, ()))
 
 
 def _names_hidden(options: OptionValues) -> bool:
@@ -181,15 +167,12 @@ def _names_hidden(options: OptionValues) -> bool:
     return any(isinstance(term, Mapping) and str(term.get("type", "")).startswith("hidden_") for term in terms)
 
 
-_HAS_HIDDEN = Fact(("losses",), _names_hidden)
-
-
-def _is_missing_file(key: str) -> Fact:
+def _is_missing_file(key: str) -> Condition:
     def holds(options: OptionValues) -> bool:
         value = options[key]
         return isinstance(value, str) and not value.lstrip().startswith("{") and not Path(value).is_file()
 
-    return Fact((key,), holds)
+    return Condition((key,), holds)
 
 
 _LORA = (
@@ -198,14 +181,14 @@ _LORA = (
 ).split()
 _PEFT = given("use_peft", words="`use_peft: true` (or say `use_peft: false` to ignore it)")
 _FOUR_BITS = given("load_in_4bit", words="`load_in_4bit: true`")
-_OWN_TEACHER = Fact(("teacher", "teachers"), lambda options: is_its_own_teacher(options.values))
+_OWN_TEACHER = Condition(("teacher", "teachers"), lambda options: is_its_own_teacher(options.values))
 _DROPS_LAYERS = on("keep_every_nth_layer") | on("keep_layers")
 
 _EVALUATES = equals("eval_strategy", "steps", "epoch")
 _SAVES_WHEN_EVALUATING = (equals("eval_strategy", "steps") & ~equals("save_strategy", "no", "epoch", "best")) | (
     equals("eval_strategy", "epoch") & equals("save_strategy", "epoch")
 )
-_NO_DIRECTION = Fact(
+_NO_DIRECTION = Condition(
     ("metric_for_best_model", "greater_is_better"),
     lambda options: options["greater_is_better"] is None and is_neither(options["metric_for_best_model"]),
 )
@@ -214,167 +197,80 @@ _NO_DIRECTION = Fact(
 _OF_TRL = (
     *(without(key, _PEFT) for key in _LORA),
     *(without(key, _FOUR_BITS) for key in ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")),
-    *(
-        Conflict(
-            key,
-            on(key) & ~on("use_peft"),
-            "quantized weights cannot be trained; add `use_peft: true` to train adapters on them.",
-        )
-        for key in ("load_in_4bit", "load_in_8bit")
-    ),
-    Conflict(
-        "load_in_8bit",
-        on("load_in_8bit") & on("load_in_4bit"),
-        "give either load_in_4bit or load_in_8bit, not both.",
-    ),
-    Conflict(
-        "qat",
-        QAT & on("use_peft"),
-        "adapters leave the base as it is; train them on packed weights with load_in_4bit, or leave use_peft out.",
-    ),
-    Conflict(
-        "qat",
-        QAT & (SHARDED | _LAUNCHES_FSDP | _LAUNCHES_DEEPSPEED),
-        "does not go with FSDP or DeepSpeed, which shard weights; use ddp.",
-    ),
+    *(Conflict(key, on(key) & ~on("use_peft"),
+        "quantized weights cannot be trained; add `use_peft: true` to train adapters on them.")
+        for key in ("load_in_4bit", "load_in_8bit")),
+    Conflict("load_in_8bit", on("load_in_8bit") & on("load_in_4bit"),
+        "give either load_in_4bit or load_in_8bit, not both."),
+    Conflict("qat", QAT & on("use_peft"),
+        "adapters leave the base as it is; train them on packed weights with load_in_4bit, or leave use_peft out."),
+    Conflict("qat", QAT & SHARDED,
+        "does not go with FSDP or DeepSpeed, which shard weights; use ddp."),
     Conflict("datasets", on("datasets") & on("dataset_name"), "give either dataset_name or datasets, not both."),
-    Conflict(
-        "test_split_size",
-        given("test_split_size") & ~on("datasets"),
-        "belongs to `datasets`; with dataset_name use holdout_fraction.",
-    ),
-    Conflict(
-        "max_steps",
-        equals("max_steps", 0),
+    Conflict("test_split_size", given("test_split_size") & ~on("datasets"),
+        "belongs to `datasets`; with dataset_name use holdout_fraction."),
+    Conflict("max_steps", equals("max_steps", 0),
         "expected a number of at least 1, or -1 for num_train_epochs, got 0. `liger-trainer eval CONFIG` measures a "
-        "model without training it.",
-    ),
-    Conflict(
-        "max_length",
-        (on("packing") | on("eval_packing")) & equals("max_length", None),
-        "expected the length of a packed row in tokens, got null with packing on.",
-    ),
-    Conflict(
-        "eval_packing",
+        "model without training it."),
+    Conflict("max_length", (on("packing") | on("eval_packing")) & equals("max_length", None),
+        "expected the length of a packed row in tokens, got null with packing on."),
+    Conflict("eval_packing",
         on("eval_packing") & ~on("packing") & ~on("padding_free") & ~equals("packing_strategy", "wrapped"),
         "without `packing: true` or `padding_free: true` TRL's collator tells nobody where the documents of a row end, "
-        "so they would see one another; leave it out, or pack the training rows too.",
-    ),
-    Conflict(
-        "padding_free",
-        on("padding_free") & ~on("packing") & ~equals("max_length", None),
-        "without packing it does not enforce max_length; set `max_length: null`.",
-    ),
+        "so they would see one another; leave it out, or pack the training rows too."),
+    Conflict("padding_free", on("padding_free") & ~on("packing") & ~equals("max_length", None),
+        "without packing it does not enforce max_length; set `max_length: null`."),
     Conflict("fp16", on("fp16") & on("bf16"), "give either bf16 or fp16, not both."),
     # transformers refuses these too, but only when it builds its arguments, after seconds of imports
-    Conflict(
-        "dataloader_prefetch_factor",
-        given("dataloader_prefetch_factor") & ~on("dataloader_num_workers"),
-        "has no effect without workers; set dataloader_num_workers to 1 or more.",
-    ),
-    Conflict(
-        "lr_scheduler_type",
-        equals("lr_scheduler_type", *FOLLOW_EVALUATIONS) & ~_EVALUATES,
-        "{value} follows the evaluations; set eval_strategy to steps or epoch.",
-    ),
+    Conflict("dataloader_prefetch_factor", given("dataloader_prefetch_factor") & ~on("dataloader_num_workers"),
+        "has no effect without workers; set dataloader_num_workers to 1 or more."),
+    Conflict("lr_scheduler_type", equals("lr_scheduler_type", *FOLLOW_EVALUATIONS) & ~_EVALUATES,
+        "{value} follows the evaluations; set eval_strategy to steps or epoch."),
     Conflict("metric_for_best_model", _NO_DIRECTION, no_direction("{value}")),
-    Conflict(
-        "load_best_model_at_end",
+    Conflict("load_best_model_at_end",
         on("load_best_model_at_end") & ~_SAVES_WHEN_EVALUATING & ~equals("save_strategy", "best"),
-        "needs checkpoints where evaluations are; set save_strategy and eval_strategy to the same.",
-    ),
-    *(
-        Conflict(
-            f"{what}_steps",
-            equals(f"{what}_steps", 0) & when,
-            f"expected a number above 0 with `{what}_strategy: steps`, got 0.",
-        )
-        for what, when in (
-            ("logging", ~equals("logging_strategy", "no", "epoch")),
-            ("save", ~equals("save_strategy", "no", "epoch", "best")),
-        )
-    ),
-    *(
-        Conflict(
-            key,
-            on(key) & SAMPLES,
-            "completions are sampled for rows one by one; set it to false, or lmbda to 0.0 and seq_kd to false.",
-        )
-        for key in ("packing", "padding_free")
-    ),
-    *(
-        Conflict(key, _is_missing_file(key), "no such file: {value}")
-        for key in ("deepspeed", "fsdp_config", "accelerator_config")
-    ),
-)
+        "needs checkpoints where evaluations are; set save_strategy and eval_strategy to the same."),
+    *(Conflict(f"{what}_steps", equals(f"{what}_steps", 0) & when,
+        f"expected a number above 0 with `{what}_strategy: steps`, got 0.")
+        for what, when in (("logging", ~equals("logging_strategy", "no", "epoch")),
+                           ("save", ~equals("save_strategy", "no", "epoch", "best")))),
+    *(Conflict(key, on(key) & SAMPLES,
+        "completions are sampled for rows one by one; set it to false, or lmbda to 0.0 and seq_kd to false.")
+        for key in ("packing", "padding_free")),
+    *(Conflict(key, _is_missing_file(key), "no such file: {value}")
+        for key in ("deepspeed", "fsdp_config", "accelerator_config")),
+)  # fmt: skip
 # Conflicts of our keys that do not hold in Python, where a teacher may be a model in memory.
 _OF_A_FILE = (
-    Conflict(
-        "num_sample_completions",
-        on("num_sample_completions") & (SHARDED | _LAUNCHES_FSDP | _LAUNCHES_DEEPSPEED),
-        "expected 0: a sharded model is not sampled from.",
-    ),
-    Conflict(
-        "teacher",
-        SELF & ~on("use_peft"),
-        "self is the student without its adapters; add `use_peft: true` to train adapters.",
-    ),
-    Conflict(
-        "losses",
-        _HAS_HIDDEN & launches("fsdp1"),
-        "hidden-state losses do not work with FSDP1; use ddp, fsdp2 or zero3, or leave them out.",
-    ),
-    Conflict(
-        "teacher",
-        SELF & launches("fsdp1"),
-        "self does not work with FSDP1; use fsdp2, or name the base in teacher_model_name_or_path.",
-    ),
-    *(
-        Conflict(
-            key,
-            on(key) & _OWN_TEACHER,
-            "the base that teaches would lack these layers too; leave `teacher: self` out and name the whole model in "
-            "teacher_model_name_or_path.",
-        )
-        for key in ("keep_every_nth_layer", "keep_layers")
-    ),
-    *(
-        Conflict(key, on(key) & ahead, "teacher_prompt goes before each row alone; set it to false.")
-        for key in ("packing", "eval_packing", "padding_free")
-        for ahead in (on("teacher_prompt") | on("teacher_prompt_column"),)
-    ),
+    Conflict("num_sample_completions", on("num_sample_completions") & SHARDED,
+        "expected 0: a sharded model is not sampled from."),
+    Conflict("teacher", SELF & ~on("use_peft"),
+        "self is the student without its adapters; add `use_peft: true` to train adapters."),
+    Conflict("losses", Condition(("losses",), _names_hidden) & launches("fsdp1"),
+        "hidden-state losses do not work with FSDP1; use ddp, fsdp2 or zero3, or leave them out."),
+    Conflict("teacher", SELF & launches("fsdp1"),
+        "self does not work with FSDP1; use fsdp2, or name the base in teacher_model_name_or_path."),
+    *(Conflict(key, on(key) & _OWN_TEACHER,
+        "the base that teaches would lack these layers too; leave `teacher: self` out and name the whole model in "
+        "teacher_model_name_or_path.")
+        for key in ("keep_every_nth_layer", "keep_layers")),
+    *(Conflict(key, on(key) & (on("teacher_prompt") | on("teacher_prompt_column")),
+        "teacher_prompt goes before each row alone; set it to false.")
+        for key in ("packing", "eval_packing", "padding_free")),
     without("teacher_cache_dir", CACHE),
     without("teacher_column", given("teachers", words="`teachers`, among which it chooses")),
-    *(
-        Conflict(
-            key,
-            on(key) & _DEEPSPEED,
-            "does not go with DeepSpeed, which decides where the teacher's weights are.",
-        )
-        for key in PLACEMENT[1:]
-    ),
-    Conflict(
-        "teacher_offload",
-        on("teacher_offload") & _FSDP,
-        "does not go with FSDP, which shares the teacher's weights out over the processes.",
-    ),
-    Conflict(
-        "cache_bits",
-        given("cache_bits") & equals("cache_kind", "sampled"),
-        "has no effect with `cache_kind: sampled`: draws have no log-probabilities.",
-    ),
-    Conflict(
-        "lmbda",
-        SAMPLES & launches("fsdp1"),
-        "a model that FSDP1 splits is not sampled from; take it and seq_kd out, or train with fsdp2 or ddp.",
-    ),
-    Conflict(
-        "use_vllm",
-        on("use_vllm") & _DROPS_LAYERS,
+    *(Conflict(key, on(key) & _DEEPSPEED, "does not go with DeepSpeed, which decides where the teacher's weights are.")
+        for key in PLACEMENT[1:]),
+    Conflict("teacher_offload", on("teacher_offload") & _FSDP,
+        "does not go with FSDP, which shares the teacher's weights out over the processes."),
+    Conflict("cache_bits", given("cache_bits") & equals("cache_kind", "sampled"),
+        "has no effect with `cache_kind: sampled`: draws have no log-probabilities."),
+    Conflict("lmbda", SAMPLES & launches("fsdp1"),
+        "a model that FSDP1 splits is not sampled from; take it and seq_kd out, or train with fsdp2 or ddp."),
+    Conflict("use_vllm", on("use_vllm") & _DROPS_LAYERS,
         "vLLM would load model_name_or_path with all its layers; make the student with `liger-trainer init-student` "
-        "and name its directory.",
-    ),
-)
+        "and name its directory."),
+)  # fmt: skip
 _DECLARED = (
     RunOptions, ImagesConfig, LossConfig, NonFiniteConfig, QatConfig, RowsConfig, SamplingConfig, StepConfig,
     TeacherConfig,
@@ -382,16 +278,11 @@ _DECLARED = (
 # Conflicts with `init-student`; a run may have what they are about.
 STUDENT_KEYS = ("keep_every_nth_layer", "keep_layers", "student_num_layers", "student_intermediate_size")
 _OF_INIT_STUDENT = (
-    Conflict(
-        "student_num_layers",
-        ~(_DROPS_LAYERS | on("student_num_layers") | on("student_intermediate_size")),
-        f"nothing says what the student keeps: set one of {', '.join(STUDENT_KEYS)}.",
-    ),
-    *(
-        Conflict(key, on(key), f"init-student runs in one process; take it out with ~{key}.")
-        for key in ("fsdp", "deepspeed")
-    ),
-)
+    Conflict("student_num_layers", ~(_DROPS_LAYERS | on("student_num_layers") | on("student_intermediate_size")),
+        f"nothing says what the student keeps: set one of {', '.join(STUDENT_KEYS)}."),
+    *(Conflict(key, on(key), f"init-student runs in one process; take it out with ~{key}.")
+        for key in ("fsdp", "deepspeed")),
+)  # fmt: skip
 CONFLICTS = (*(conflict for cls in _DECLARED for conflict in conflicts_of(cls)), *_OF_TRL, *_OF_A_FILE)
 
 
@@ -419,7 +310,8 @@ def renamed(key: str, setting: Setting) -> tuple[str, Setting, str]:
 def notices(settings: Mapping[str, Setting], keys: Mapping[str, Key], recipe: str) -> Iterator[Finding]:
     """What is accepted and should be known, of keys that are in the schema."""
     sampled = any(key in settings and settings[key].value for key in ("lmbda", "seq_kd"))
-    sampled = sampled or "lmbda" in _mapping(settings, "schedules")
+    schedules = settings["schedules"].value if "schedules" in settings else None
+    sampled = sampled or isinstance(schedules, Mapping) and "lmbda" in schedules
     vllm = "use_vllm" in settings and bool(settings["use_vllm"].value)
     for key, setting in settings.items():
         if setting.value == keys[key].default:
@@ -451,8 +343,3 @@ def _direction(metric: Setting, given: Setting | None) -> Iterator[Finding]:
     (better, best), (_, other) = words[known], words[not known]
     what = f"the {other} is chosen, as greater_is_better says" if chosen is not None else f"the {best} is chosen"
     yield Finding(metric.where, "metric_for_best_model", f"{better} {metric.value} is better: {what}.")
-
-
-def _mapping(settings: Mapping[str, Setting], key: str) -> Mapping[str, Any]:
-    value = settings[key].value if key in settings else None
-    return value if isinstance(value, Mapping) else {}

@@ -6,17 +6,17 @@ from typing import Any
 from ..common.options import given, on, option
 from ..trainers.options import ALLOW_MISSING_WEIGHTS
 
+# Each option is declared once, here: limits, choices, what it needs and excludes. YAML, Python, the JSON schema and
+# docs/configs.md read it.
 RECIPES = ("sft", "distill")
 
 
 @dataclass
 class RunOptions:
-    """What a run does beside training."""
+    """What a run does besides training."""
 
     recipe: str = option(
-        "sft",
-        "sft or distill; when absent, distill if a teacher is named and sft otherwise.",
-        choices=RECIPES,
+        "sft", "sft or distill; when absent, distill if a teacher is named and sft otherwise.", choices=RECIPES
     )
     keep_every_nth_layer: int | None = option(
         None, "Make the student from model_name_or_path by keeping layers 0, n, 2n, ... and the last.", ge=2
@@ -55,6 +55,7 @@ class RunOptions:
     student_output_dir: str | None = option(
         None, "Where `init-student` writes; default: output_dir with -student appended."
     )
+    # LigerDistillConfig has it too, for its teachers.
     allow_missing_weights: bool = option(False, ALLOW_MISSING_WEIGHTS)
     holdout_fraction: float = option(
         0.05,
@@ -96,6 +97,7 @@ class RunOptions:
         "with exit code 124. Each start counts anew.",
         gt=0,
     )
+    # Which variables are allowed: check.py.
     env: dict[str, Any] | None = option(None, "Environment variables of the run, set before anything is imported.")
 
 

@@ -1,8 +1,9 @@
-"""The keys a configuration may have: read from schema.json, so that nothing of TRL or torch is imported.
+"""What comes with the package: the keys that a configuration may have, in schema.json, and configurations.
 
-That file is a JSON Schema, for editors too, written by `liger-trainer schema --write` from the dataclasses of TRL and
-ours (`schema_writer`). It holds the keys of the TRL and transformers it was written with; where others are installed,
-`schema_writer.installed_schema` reads their dataclasses instead, at the price of importing them.
+Nothing of TRL or torch is imported. schema.json is a JSON Schema, for editors too, written by `liger-trainer schema
+--write` from the dataclasses of TRL and ours (`schema_writer`). It holds the keys of the TRL and transformers it was
+written with; where others are installed, `schema_writer.installed_schema` reads their dataclasses instead, at the
+price of importing them.
 """
 
 import importlib.resources
@@ -34,6 +35,7 @@ SECTIONS = {
     "sampling": "completions that are sampled in training",
     "elsewhere": "the rest of TRL's DistillationConfig",
 }
+# Sections whose keys only `recipe: distill` knows.
 DISTILL_ONLY = ("distillation", "sampling", "elsewhere")
 SOURCES = ("trl", "transformers")
 
@@ -78,6 +80,7 @@ def from_json(document: dict[str, Any]) -> Schema:
     keys = {}
     for name, rule in document["properties"].items():
         rule = dict(rule)
+        # Our own entries in the schema; what is left is the rule.
         section, default = rule.pop("x-section"), rule.pop("default")
         keys[name] = Key(section, default, rule, rule.pop("description", ""))
     return Schema(keys, document["x-generated-from"])
@@ -106,29 +109,23 @@ def installed_versions() -> dict[str, str]:
 
 
 # Finds a configuration: a file, or one of those that come with the package, with what it promises to need.
-
-
 MAX_BYTES = 100_000
+# tests/tools/test_promises.py compares this promise with `estimate`.
 _NEEDS = re.compile(r"^# Needs (?:(\d+) GPUs?, about (\d+) GB(?: each)?|two CPU cores, (\d+) GB)[;, ]", re.M)
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a configuration needs by its second line: `# Needs 2 GPUs, about 40 GB each; MIT`, or `two CPU cores, 4 GB`.
+class Hardware:
+    """What a configuration needs by its second line: `# Needs 2 GPUs, about 40 GB each`, or `two CPU cores, 4 GB`."""
 
-    Attributes:
-        gpus: how many; 0: none.
-        memory_gb: of each GPU, or of the machine without one: what `estimate --gpu 40GB` finds to be enough.
-    """
-
-    gpus: int
-    memory_gb: int
+    gpus: int  # how many; 0: none
+    memory_gb: int  # of each GPU, or of the machine without one: what `estimate --gpu 40GB` finds to be enough
 
 
-def needs_of(text: str) -> Needs | None:
+def needs_of(text: str) -> Hardware | None:
     """Read what a configuration promises to need; None if it does not say it in that form."""
     line = _NEEDS.search(text)
-    return None if line is None else Needs(int(line[1] or 0), int(line[2] or line[3]))
+    return None if line is None else Hardware(int(line[1] or 0), int(line[2] or line[3]))
 
 
 def built_in_configs() -> dict[str, Any]:
@@ -150,6 +147,7 @@ def find_config(name: str) -> tuple[str, str]:
     """
     path = Path(name).expanduser()
     if path.is_file():
+        # A file of data named by mistake would be parsed for minutes.
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{name}: larger than {MAX_BYTES // 1000} kB, which is no configuration.")
         try:
@@ -157,6 +155,7 @@ def find_config(name: str) -> tuple[str, str]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{name}: cannot be read as UTF-8 text: {error}") from None
     known = built_in_configs()
+    # `ls` prints names without the suffix, and people type it.
     wanted = name.removesuffix(".yaml").removesuffix(".yml")
     if wanted in known:
         return known[wanted].read_text(encoding="utf-8"), f"{wanted}.yaml"

@@ -1,7 +1,10 @@
-"""Chat with the student of a run, and with its teacher beside it: loading, the history, and streamed answers."""
+"""Chat with the student of a run, and with its teacher next to it: loading, the history, and streamed answers."""
 
+import dataclasses
+import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +14,13 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, TextStreamer
 
 from ..common.checkpoints import checkpoints_in
+from ..common.console import visible
 from ..common.files import CONFIG, METRICS
 from ..common.weights import ADAPTER, adapter_at, auto_class, load_whole, with_adapter
 from ..config.run_config import RunConfig, load_run_config
 from ..errors import ConfigError
-from ..run.data.demo import resolve_model
 from ..teachers.adapters_off import without_adapters
+from .demo import resolve_model
 
 Say = Callable[[str], None]
 """Takes the pieces of an answer as they come."""
@@ -52,6 +56,8 @@ class Manner:
         if self.temperature is not None:
             chosen |= {"do_sample": self.temperature > 0}
             chosen |= {"temperature": self.temperature} if self.temperature else {"temperature": None, "top_p": None}
+            # transformers warns of sampling options that greedy decoding does not read, also of those that the model's
+            # own generation_config sets
             chosen |= {} if self.temperature else {"top_k": None}
         return {"max_new_tokens": self.max_new_tokens, **chosen}
 
@@ -79,6 +85,7 @@ class Speaker:
             ConfigError: the chat is longer than the model reads, or its template refuses it.
         """
         ids = self._ids(messages).to(self.model.device)
+        # beyond this length positions mean nothing to the model, and some index out of a table
         limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if limit and ids.shape[1] >= limit:
             raise ConfigError(f"the chat has {ids.shape[1]:,} tokens and {self.name} reads {limit:,}; /clear it.")
@@ -87,6 +94,7 @@ class Speaker:
         keywords = manner.keywords()
         if limit:
             keywords["max_new_tokens"] = min(keywords["max_new_tokens"], limit - ids.shape[1])
+        # one row needs no padding, but `generate` warns without a number for it
         if self.tokenizer.pad_token_id is None:
             keywords["pad_token_id"] = self.tokenizer.eos_token_id
         streamer, began = _Pieces(self.tokenizer, say), time.perf_counter()
@@ -95,6 +103,7 @@ class Speaker:
                 input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer, **keywords
             )
         new = written[0, ids.shape[1] :]
+        # once more as a whole: the streamer hands text on in pieces
         text = self.tokenizer.decode(new, skip_special_tokens=True).strip()
         return Answer(text, len(new), time.perf_counter() - began)
 
@@ -130,18 +139,19 @@ class Chat:
     teacher: Callable[[], Speaker]
     manner: Manner = field(default_factory=Manner)
     messages: list[dict[str, str]] = field(default_factory=list)
-    beside: Speaker | None = None
+    second: Speaker | None = None
 
     def with_teacher(self, wanted: bool) -> None:
         """Have the teacher answer too, or not. Raises ConfigError where the run has no teacher that can be loaded."""
-        self.beside = self.teacher() if wanted else None
+        self.second = self.teacher() if wanted else None
 
     def ask(self, text: str, say: Callable[[Speaker], Say]) -> list[tuple[Speaker, Answer]]:
         """Have each model answer `text`. The student's answer joins the history."""
         system = [{"role": "system", "content": self.manner.system}] if self.manner.system else []
         asked = [*self.messages, {"role": "user", "content": text}]
-        speakers = [self.student, *([self.beside] if self.beside else [])]
+        speakers = [self.student, *([self.second] if self.second else [])]
         answers = [(speaker, speaker.answer([*system, *asked], self.manner, say(speaker))) for speaker in speakers]
+        # the teacher goes on from the student's answers: both see one chat
         self.messages = [*asked, {"role": "assistant", "content": answers[0][1].text}]
         return answers
 
@@ -158,6 +168,7 @@ def open_chat(target: str, manner: Manner, device: str | None, trust: bool = Fal
     """
     place = _device(device)
     path = Path(target).expanduser()
+    # a run's folder, or a checkpoint in it
     settings = next((p / CONFIG for p in (path, path.absolute().parent) if (p / CONFIG).is_file()), None)
     config = None
     if path.is_dir() and settings is not None:
@@ -173,6 +184,7 @@ def open_chat(target: str, manner: Manner, device: str | None, trust: bool = Fal
 
 def _teacher(config: RunConfig | None, target: str, student: Speaker, device: torch.device, trust: bool) -> Speaker:
     values = config.values if config else {}
+    # the teacher of such a run was the student without its adapters, which is loaded already
     if values.get("teacher") == "self" and hasattr(student.model, "peft_config"):
         return Speaker("teacher", student.model, student.tokenizer, adapters_off=True)
     name = values.get("teacher_model_name_or_path")
@@ -186,6 +198,7 @@ def _device(name: str | None) -> torch.device:
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name or best)
+        # torch.device takes any name; memory shows whether there is such a device
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # unknown, or not in this build or machine
         raise ConfigError(f"--device {name}: {str(error).partition(chr(10))[0]}") from None
@@ -204,12 +217,167 @@ def _load(name: str, where: str, device: torch.device, trust: bool, revision: st
         model = load_whole(load, base, dtype=dtype, **of_base)
         if adapter is not None:
             model = with_adapter(model, source, revision)
-        beside = any((Path(source) / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-        named, options = (base, of_base) if adapter is not None and not beside else (source, options)
+        has_tokenizer = any((Path(source) / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+        # adapters are often saved without a tokenizer: then the base's
+        named, options = (base, of_base) if adapter is not None and not has_tokenizer else (source, options)
         tokenizer = AutoTokenizer.from_pretrained(named, **options)
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{where} cannot be loaded: {error}") from None
+    # a run with gradient checkpointing saves it as False
     model.config.use_cache = True
     return Speaker(name, model.to(device).eval(), tokenizer)
+
+
+# The chat in a terminal: lines in, answers out.
+HELP = """\
+/help               this text
+/status             models, settings and length of the chat
+/clear              begin a new chat
+/retry              answer the last message again
+/teacher            have the teacher answer too, or no longer
+/set KEY=VALUE ...  max_new_tokens, temperature (0: greedy), top_p, top_k, repetition_penalty, seed
+/system TEXT        a system prompt; without TEXT none
+/save [FILE]        write the chat as JSON; default: chat.json
+/exit               leave; Ctrl-D too. Ctrl-C breaks an answer off
+! does for /, as in `transformers chat`."""
+_MARKS = "/!"
+
+
+class Session:
+    """Lines in, answers out. On a terminal a mistake is told and the chat goes on; in a script it ends it."""
+
+    def __init__(self, chat: Chat, interactive: bool, write: Callable[[Path, str], None]):
+        self.chat, self.interactive, self.write = chat, interactive, write
+        self.last = ""
+
+    def run(self) -> None:
+        if self.interactive:
+            print(f"{self._status()}\n/help lists the commands.")
+        if not self.chat.student.tokenizer.chat_template:
+            print("liger-trainer: no chat template: this model goes on with each text by itself.", file=sys.stderr)
+        for line in self._lines():
+            try:
+                if self._answers(line) is False:
+                    return
+            except KeyboardInterrupt:
+                if not self.interactive:
+                    raise
+                print("\n(broken off)")
+            except ConfigError as error:
+                if not self.interactive:
+                    raise
+                print(f"liger-trainer: {error}", file=sys.stderr)
+
+    def _lines(self) -> Iterator[str]:
+        if not self.interactive:
+            for line in sys.stdin:
+                if line.strip():
+                    print(f"> {line.strip()}", flush=True)
+                    yield line.strip()
+            return
+        try:
+            import readline  # noqa: F401  lets input() edit lines; not on Windows
+        except ImportError:
+            pass
+        while True:
+            try:
+                line = input("> ").strip()
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print("\n/exit or Ctrl-D leaves.")
+                continue
+            if line:
+                yield line
+
+    def _answers(self, line: str) -> bool | None:
+        """Do what a line says; return False to leave."""
+        if line[0] not in _MARKS:
+            self._ask(line)
+            return None
+        word, _, rest = line[1:].partition(" ")
+        if word in ("exit", "quit"):
+            return False
+        commands = {
+            "help": lambda: print(HELP), "status": lambda: print(self._status()), "clear": self._clear,
+            "retry": self._retry, "teacher": self._teacher, "set": lambda: self._set(rest),
+            "system": lambda: self._change(system=rest.strip() or None), "save": lambda: self._save(rest.strip()),
+        }  # fmt: skip
+        if word not in commands:
+            raise ConfigError(
+                f"/{word} is no command; expected one of {', '.join('/' + name for name in (*commands, 'exit'))}."
+            )
+        commands[word]()
+        return None
+
+    def _ask(self, text: str) -> None:
+        self.last = text
+        answers = self.chat.ask(text, self._say)
+        print()
+        if self.interactive:
+            print(f"({', '.join(_pace(*answer) for answer in answers)})")
+
+    def _say(self, speaker: Speaker) -> Any:
+        if self.chat.second is not None:
+            begun = "" if speaker is self.chat.student else "\n"
+            print(f"{begun}{speaker.name}: ", end="", flush=True)
+        return lambda piece: print(visible(piece), end="", flush=True)
+
+    def _clear(self) -> None:
+        self.chat.messages, self.last = [], ""
+
+    def _retry(self) -> None:
+        if not self.last:
+            raise ConfigError("/retry: nothing was asked yet.")
+        self.chat.messages = self.chat.messages[:-2]
+        self._ask(self.last)
+
+    def _teacher(self) -> None:
+        self.chat.with_teacher(self.chat.second is None)
+        print(f"The teacher answers {'too' if self.chat.second else 'no longer'}.")
+
+    def _set(self, words: str) -> None:
+        """Read KEY=VALUE pairs."""
+        kinds = {field.name: int if "int" in str(field.type) else float for field in dataclasses.fields(Manner)}
+        del kinds["system"]
+        changes: dict[str, Any] = {}
+        for word in words.split() or [""]:
+            key, equals, value = word.partition("=")
+            if not equals or key not in kinds:
+                raise ConfigError(f"/set: expected KEY=VALUE with one of {', '.join(kinds)}, got {word!r}.")
+            try:
+                changes[key] = kinds[key](value)
+            except ValueError:
+                raise ConfigError(f"/set: {key}: expected a number, got {value!r}.") from None
+        self._change(**changes)
+
+    def _change(self, **changes: Any) -> None:
+        self.chat.manner = dataclasses.replace(self.chat.manner, **changes)
+
+    def _save(self, name: str) -> None:
+        path = Path(name or "chat.json").expanduser()
+        settings = _given(self.chat.manner)
+        content = {"model": self.chat.student.name, "settings": settings, "messages": self.chat.messages}
+        self.write(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        print(f"Wrote {path}")
+
+    def _status(self) -> str:
+        speakers = [self.chat.student, *([self.chat.second] if self.chat.second else [])]
+        models = [
+            f"{speaker.name}: {speaker.model.num_parameters():,} parameters, {speaker.model.dtype} on "
+            f"{speaker.model.device}"
+            for speaker in speakers
+        ]
+        chosen = ", ".join(f"{key}={value}" for key, value in _given(self.chat.manner).items())
+        return "\n".join([*models, f"settings: {chosen}", f"messages: {len(self.chat.messages)}"])
+
+
+def _given(manner: Manner) -> dict[str, Any]:
+    return {key: value for key, value in dataclasses.asdict(manner).items() if value is not None}
+
+
+def _pace(speaker: Speaker, answer: Answer) -> str:
+    return f"{speaker.name}: {answer.tokens} tokens, {answer.tokens / max(answer.seconds, 1e-9):,.1f} tokens/s"

@@ -33,7 +33,7 @@ class Front(NamedTuple):
     Attributes:
         ids: the tokens of the prompt, with those that begin every row.
         head: the tokens that begin every row of the student, which `ids` replace.
-        opening: how a row with a system message of its own begins; empty where that cannot be seen.
+        opening: how a row with its own system message begins; empty where that cannot be seen.
     """
 
     ids: list[int]
@@ -45,18 +45,22 @@ def front_of(prompt: str, tokenizer: Any, chat: bool) -> Front:
     """Return what the teacher reads before a row.
 
     Args:
-        prompt: the text of a system message, or, without chat, text that goes before that of the row.
+        prompt: the text of a system message, or, without chat, text that goes before the row's.
 
     Raises:
         ConfigError: the chat template knows no system message.
     """
     words = ((number, word) for word, number in tokenizer.get_vocab().items() if word.isascii() and word.isalnum())
+    # Two words of one token each, as in any vocabulary: what differs between their rows is the question, all else is
+    # what the tokenizer or template adds.
     probes = [word for _, word in nsmallest(2, words)]
     if not chat:
         bare, whole = (tokenizer(probes[0], add_special_tokens=special)["input_ids"] for special in (False, True))
+        # what special tokens stand before a text
         start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
         return Front(whole[:start] + tokenizer(prompt, add_special_tokens=False)["input_ids"], whole[:start], [])
     fronts = [_front_of_chat(prompt, tokenizer, probe, probes) for probe in probes]
+    # a template that looks at the question would give each row another beginning
     if fronts[0] != fronts[1]:
         raise ConfigError("teacher_prompt: the chat template writes a system message in another way for each question.")
     return fronts[0]
@@ -70,11 +74,13 @@ def _front_of_chat(prompt: str, tokenizer: Any, probe: str, probes: list[str]) -
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
 
     try:
+        # with the prompt, without one, and with two others
         long, short, *others = rendered(prompt), rendered(), *map(rendered, probes)
     except (TemplateError, ValueError) as error:
         raise ConfigError(f"teacher_prompt is a system message, which the chat template refuses: {error}") from None
     if others[0] == others[1]:
         raise ConfigError("teacher_prompt: the chat template leaves system messages out.")
+    # from the end: the question and what follows it, which both rows share
     same = _alike(long[::-1], short[::-1])
     opening = others[0][: _alike(*others)]
     shows = opening != short[: len(opening)]  # else a row without one begins like this too
@@ -94,7 +100,7 @@ class PrivilegedTeacher(Teacher):
 
     Raises:
         ConfigError: packed rows, losses that do not compare logits; later, tokenized or streamed rows.
-        DataError: a row that does not begin as rows of its kind do, such as a chat with a system message of its own, or
+        DataError: a row that does not begin as rows of its kind do, such as a chat with its own system message, or
             whose first tokens are learned; with a column, a row without text.
     """
 

@@ -1,7 +1,7 @@
 """Quantisation-aware training: steps see quantised weights, and the optimizer moves the weights behind them.
 
 The straight-through estimator (Bengio et al. 2013, arXiv:1308.3432; for weights Jacob et al. 2018, arXiv:1712.05877)
-takes the gradient of the quantised weight for that of the weight. So a step can be computed with the quantised numbers
+takes the gradient of the quantised weight for the weight's. So a step can be computed with the quantised numbers
 in the model's own parameters: kernels, CUDA graphs, checkpointing, generation and evaluation need not know. The numbers
 are what torchao's `quantize_` makes of the weights, hence those of the model that is used later.
 """
@@ -23,6 +23,7 @@ from ..plugins import QUANTISED, TrainerPlugin
 from ..trainers.host import TrainerHost
 from ..trainers.options import INT4, INT8, NVFP4, updating_in_backward
 
+# inputs that share a scale in NVFP4; torchao wants outputs in as many, too
 NVFP4_GROUP = 16
 
 
@@ -30,6 +31,7 @@ def linear_layers(model: Any) -> dict[str, nn.Linear]:
     """Return by name the layers that are quantised: those that transformers' `TorchAoConfig` takes when it loads the
     model, which are all linear ones but the output head, what is tied, and the last module."""
     head, ties = model.get_output_embeddings(), model.all_tied_weights_keys
+    # transformers skips the last module when it loads a model, as that is often the head
     last = list(model.named_parameters(remove_duplicate=False))[-1][0]  # while it loads, nothing is tied yet
     whole = [key.removesuffix(".weight") for key in (last, *ties, *ties.values())]
     whole += modules_kept_in_fp32(model)
@@ -103,6 +105,7 @@ class QuantisedWeights(TrainerCallback):
         layers = linear_layers(trainer.model)
         _check_layers(trainer.model, layers, qat, {INT4: group_size, INT8: 1}.get(qat, NVFP4_GROUP))
         self._weights = [layer.weight for layer in layers.values()]
+        # The weights as they are trained. The parameters hold them only while the optimizer steps.
         self._behind = [weight.detach().clone() for weight in self._weights]
         self._quantise()
 
@@ -141,7 +144,9 @@ class QuantisedWeights(TrainerCallback):
             raise ConfigError("qat goes with no model_init: the model that it makes is not quantised. Give a model.")
         if not self._weights:
             raise ConfigError("qat: the weights have been released. Make a new trainer of this model.")
+        # accelerate's wrapper holds the optimizer
         inner = getattr(optimizer, "optimizer", optimizer)
+        # schedule-free optimizers have train() and eval()
         if callable(getattr(inner, "eval", None)):
             raise ConfigError(f"qat does not go with {type(inner).__name__}, which swaps weights for evaluations.")
         self._quantise()  # a training that was interrupted in its optimizer's step has left the weights behind
@@ -173,8 +178,10 @@ def quantised(weight: Tensor, config: Any) -> Tensor:
     """Return the numbers (out, in) that torchao's format has in place of a linear layer's weight, in its dtype."""
     from torchao.quantization import quantize_  # pyright: ignore[reportMissingImports]
 
+    # on the meta device: a real one would draw numbers from torch's generator, and change the run
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
+    # quantize_ replaces the children of a module, so the layer needs a parent
     quantize_(nn.Sequential(layer), config)
     packed: Any = layer.weight
     return packed.dequantize()

@@ -90,16 +90,13 @@ class DenseAnswer(TeacherAnswer):
             s, t = (stored(logits).flatten(0, -2)[:, :vocab] for logits in (student, self.logits))
             common |= {"num_items": targets.num_items, "token_weight": targets.weights}
             result = distillation_reference(s, t, **common)
-        jsd = None
-        if how.measure_jsd:
-            jsd = result.terms["jsd"] if one_pass else self._measured_jsd(student, targets, how)
+        jsd = result.terms["jsd"] if one_pass else None
+        if how.measure_jsd and not one_pass:
+            # A second pass, since the loss has other settings than this statistic. Only evaluations measure it.
+            plain = Distillation({"jsd": 0.0}, vocab_size=how.vocab_size, measure_jsd=True)
+            with torch.no_grad():
+                jsd = self.loss(student, targets, LossOptions(distillation=plain)).jsd
         return BatchLoss(**result._asdict(), jsd=jsd)
-
-    def _measured_jsd(self, student: Logits, targets: BatchTargets, how: Distillation) -> Tensor | None:
-        """Take a second pass, which evaluations alone do: the loss has other settings than this statistic."""
-        plain = Distillation({"jsd": 0.0}, vocab_size=how.vocab_size, measure_jsd=True)
-        with torch.no_grad():
-            return self.loss(student, targets, LossOptions(distillation=plain)).jsd
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class RecordedAnswer(DenseAnswer):
 
 
 def _is_plain(how: Distillation) -> bool:
-    """Whether a JSD computed beside this loss is that at temperature 1 and beta 0.5, against the teacher alone."""
+    """Whether a JSD computed with this loss is the one at temperature 1 and beta 0.5, against only the teacher."""
     return how.temperature == how.teacher_share == 1 and (how.beta == 0.5 or "jsd" not in how.weights)
 
 
@@ -119,7 +116,7 @@ def stored(logits: Logits) -> Tensor:
     return logits.compute("a distillation loss") if isinstance(logits, DeferredLogits) else logits
 
 
-def answer_of(teacher: Logits | TeacherAnswer) -> TeacherAnswer:
+def as_teacher_answer(teacher: Logits | TeacherAnswer) -> TeacherAnswer:
     """Return the answer that a teacher gave. Plain logits are a dense one."""
     return teacher if isinstance(teacher, TeacherAnswer) else DenseAnswer(settled(teacher))
 
@@ -151,10 +148,12 @@ class SparseAnswer(TeacherAnswer):
     def loss(self, student: Logits, targets: BatchTargets, options: LossOptions) -> BatchLoss:
         """Return sum_k weights[k] D_k + ce_weight CE, the divergences of the listed tokens and of the rest as one.
 
-        Draws (tail "none") determine the forward KL alone.
+        Draws (tail "none") determine only the forward KL.
         """
         how, entries = options.for_teacher(), self.targets
-        weight = _of_forward_kl(how)  # 1: the op itself knows the weights
+        # One kernel computes the forward KL where it is the only divergence; its result is then weighted here. With 1
+        # the op itself knows the weights.
+        weight = how.weights["forward_kl"] or 1.0 if set(how.weights) == {"forward_kl"} else 1.0
         common = {
             "kind": "forward_kl" if weight != 1.0 else {"forward_kl": 0.0, **how.weights},
             "beta": how.beta, "alpha": how.skew_alpha,
@@ -186,11 +185,6 @@ class SparseAnswer(TeacherAnswer):
             teacher_entropy=_of_kept(entries.entropy, keep),
             terms={name: result.terms[name] for name in how.weights},
         )
-
-
-def _of_forward_kl(how: Distillation) -> float:
-    """Return the weight of the forward KL where it is the only divergence, which one kernel computes; else 1."""
-    return how.weights["forward_kl"] or 1.0 if set(how.weights) == {"forward_kl"} else 1.0
 
 
 def _of_kept(values: Tensor | None, keep: Tensor) -> Tensor | None:
@@ -275,13 +269,18 @@ class SeveralAnswers(TeacherAnswer):
 
         Values about a teacher are those of each token's teacher, or else the mean over teachers by weight.
         """
-        results = []
+        results, how = [], options.for_teacher()
         for i, (part, part_targets) in enumerate(zip(self.parts, self.part_targets, strict=True)):
-            answer, part_targets = answer_of(part.answer), part_targets.to(student.device)
+            answer, part_targets = as_teacher_answer(part.answer), part_targets.to(student.device)
             check_lengths(part_targets, answer)
-            counts_ce = self.routed or i == 0  # the cross-entropy of a token is added once
-            results.append(answer.loss(student, part_targets, _part_options(options, part.weight, counts_ce)))
-        merged = _routed(results) if self.routed else _weighted(results, [part.weight for part in self.parts])
+            weights = {kind: part.weight * w for kind, w in how.weights.items()}
+            ce_weight = how.ce_weight if self.routed or i == 0 else 0.0  # the cross-entropy of a token is added once
+            own = replace(options, distillation=replace(how, weights=weights, ce_weight=ce_weight))
+            results.append(answer.loss(student, part_targets, own))
+        if self.routed:  # every token is of one part, and 0 in the others
+            merged = {name: _sum([getattr(result, name) for result in results]) for name in BatchLoss._fields}
+        else:
+            merged = _weighted(results, [part.weight for part in self.parts])
         return BatchLoss(**{**merged, "parts": self._by_teacher(results)})
 
     def _by_teacher(self, results: Sequence[BatchLoss]) -> dict[str, Tensor]:
@@ -296,17 +295,6 @@ class SeveralAnswers(TeacherAnswer):
                 taught = torch.zeros_like(kl) if i is None else self.part_targets[i].labels != IGNORE_INDEX
                 values[f"{name}/share"] = taught.to(kl)
         return values
-
-
-def _part_options(options: LossOptions, weight: float, counts_ce: bool) -> LossOptions:
-    how = options.for_teacher()
-    weights = {kind: weight * w for kind, w in how.weights.items()}
-    return replace(options, distillation=replace(how, weights=weights, ce_weight=how.ce_weight if counts_ce else 0.0))
-
-
-def _routed(results: Sequence[BatchLoss]) -> dict[str, Any]:
-    """Add the parts: every token is of one part, and 0 in the others."""
-    return {name: _sum([getattr(result, name) for result in results]) for name in BatchLoss._fields}
 
 
 def _weighted(results: Sequence[BatchLoss], weights: Sequence[float]) -> dict[str, Any]:

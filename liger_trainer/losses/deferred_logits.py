@@ -31,7 +31,7 @@ from .model_parts import Head
 CHEAP = 2**24  # logits: one more product of a hundred rows or so, and 32 MiB in bf16
 
 
-class Forward:
+class DeferredPass:
     """One pass through a model."""
 
     # no dataclass: FSDP2 copies dataclasses that pass its hooks, and changes to a copy would be lost
@@ -39,7 +39,7 @@ class Forward:
     def __init__(self, model_name: str, running: bool = True):
         self.model_name = model_name
         self.running = running  # only then does a warning make sense
-        self.obstacle: str | None = None  # why its logits are real ones
+        self.why_not_deferred: str | None = None  # why its logits are real ones
         self.weights: Callable[[], Any] | None = None  # tells the state of the head's weights
         self.weights_then: Any = None
 
@@ -86,12 +86,12 @@ class DeferredLogits:
     hidden: Tensor  # (..., H)
     head: Head
     project: Callable[[Tensor], Tensor]  # what the head computes
-    forward: Forward
+    forward: DeferredPass
     before: float = 1.0
     capped: bool = False
     after: float = 1.0
     cast: torch.dtype | None = None
-    autocast: tuple[torch.dtype, bool] | None = None  # under which the head was called; None: that of the reader
+    autocast: tuple[torch.dtype, bool] | None = None  # under which the head was called; None: the reader's
     grad: bool | None = None  # whether gradients were recorded then; None: as the reader does
     memory: _Memory = None  # pyright: ignore[reportAssignmentType]  (a factory of defaults torch.compile cannot trace)
     base: "DeferredLogits | None" = None  # what this is a view of
@@ -102,7 +102,7 @@ class DeferredLogits:
             object.__setattr__(self, "memory", _Memory(None))
 
     @classmethod
-    def of(cls, hidden: Tensor, head: Head, project: Callable[[Tensor], Tensor], forward: Forward) -> Self:
+    def of(cls, hidden: Tensor, head: Head, project: Callable[[Tensor], Tensor], forward: DeferredPass) -> Self:
         """Return the logits of hidden states, as a head would compute them now."""
         kind = hidden.device.type
         autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -321,7 +321,7 @@ class DeferredLogits:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"logits have no attribute {name!r}")
         if callable(getattr(Tensor, name)):
-            return functools.partial(_applied_method, self, name)
+            return lambda *args, **kwargs: _applied(f".{name}", _method(name), (self, *args), kwargs)
         return _applied(f".{name}", operator.attrgetter(name), (self,))
 
 
@@ -341,10 +341,6 @@ def _method(name: str) -> Callable:
         return getattr(self, name)(*args, **kwargs)
 
     return call
-
-
-def _applied_method(logits: DeferredLogits, name: str, *args: Any, **kwargs: Any) -> Any:
-    return _applied(f".{name}", _method(name), (logits, *args), kwargs)
 
 
 def _applied(why: str, function: Callable, args: tuple, kwargs: Any = None) -> Any:

@@ -27,7 +27,7 @@ from ..errors import ConfigError
 from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..kernels.linear_log_probs import LogProbs, linear_log_probs
 from ..kernels.lora_linear import lora_linear_reference
-from .deferred_logits import DeferredLogits, Forward
+from .deferred_logits import DeferredLogits, DeferredPass
 from .model_parts import Head, gather, output_module, reader_of, sharded_head
 
 # Without gradients a model returns its deferred logits as `LazyLogits`. An evaluation loop gathers every tensor of an
@@ -78,8 +78,8 @@ def _cast_of(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
     """Return the dtype that a call casts logits to, if it does nothing else: `x.float()` or `x.to(dtype)`."""
     if func is Tensor.float:
         return torch.float32
-    alone = func is Tensor.to and len(args) == 2 and not kwargs and isinstance(args[0], LazyLogits)
-    return args[1] if alone and isinstance(args[1], torch.dtype) and args[1].is_floating_point else None
+    only_casts = func is Tensor.to and len(args) == 2 and not kwargs and isinstance(args[0], LazyLogits)
+    return args[1] if only_casts and isinstance(args[1], torch.dtype) and args[1].is_floating_point else None
 
 
 def _real(value: Any) -> Any:
@@ -111,25 +111,25 @@ def _hook_of_checkpoint() -> Any:
 @contextlib.contextmanager
 def deferred_logits(
     model: nn.Module, *, outlive: bool = False, make: Callable[..., DeferredLogits] = DeferredLogits.of
-) -> Iterator[Forward]:
+) -> Iterator[DeferredPass]:
     """Within the context, the output head of `model` returns `DeferredLogits`.
 
-    Yields the pass; its `obstacle` says afterwards why the head could not be deferred and computed real logits.
+    Yields the pass; its `why_not_deferred` says afterwards why the head could not be deferred and computed real logits.
 
     Args:
         outlive: the logits are used after the pass, when FSDP2 or ZeRO-3 may have freed the weights that it gathered.
-            The head then keeps whole weights of its own, without gradient. FSDP2's are read before the pass.
+            The head then keeps its own whole weights, without gradient. FSDP2's are read before the pass.
         make: makes them of the fields of `DeferredLogits` without defaults, in order.
     """
     module = output_module(model)
-    state, shards, checkpoints = Forward(type(model).__name__), sharded_head(module), Checkpoints()
+    state, shards, checkpoints = DeferredPass(type(model).__name__), sharded_head(module), Checkpoints()
     if shards is not None:
         with _deferred_on_ranks(shards, state):
             yield state
         return
     read = reader_of(module)
     if isinstance(read, str):
-        state.obstacle = read
+        state.why_not_deferred = read
         yield state
         return
     assert module is not None
@@ -149,7 +149,7 @@ def deferred_logits(
         if not isinstance(head, str) and checkpoints.began():
             head = "the model checkpoints its output head, which the backward computes again outside of this pass"
         if isinstance(head, str):
-            state.obstacle = head
+            state.why_not_deferred = head
             return own_forward(hidden, **kwargs)
         project = own_forward
         if not partitioned:  # whose weights are gathered for a call
@@ -186,10 +186,10 @@ def _project_gathered(module: nn.Module, project: Callable[..., Tensor], hidden:
 
 
 @contextlib.contextmanager
-def _deferred_on_ranks(shards: Any, state: Forward) -> Iterator[None]:
+def _deferred_on_ranks(shards: Any, state: DeferredPass) -> Iterator[None]:
     """Within the context, a head whose rows lie on ranks returns `DeferredLogits` of this rank's rows."""
     module, replaced = shards.module, own_attribute(shards.module, "forward")
-    project = replaced or shards.project  # that of tensor parallelism gathers logits itself
+    project = replaced or shards.project  # tensor parallelism's gathers logits itself
 
     def forward(hidden: Tensor, **kwargs):
         if kwargs:
@@ -245,11 +245,9 @@ class ScoredLogits(DeferredLogits):
     def detach(self) -> "ScoredLogits | Tensor":
         if self.stored:
             return self.compute().detach()
-        head = self.head
-        lora = tuple(x._replace(a=x.a.detach(), b=x.b.detach()) for x in head.lora)
-        bias = None if head.bias is None else head.bias.detach()
-        fixed = type(head)(head.weight.detach(), bias, lora)
-        return self._with(hidden=self.hidden.detach(), head=fixed, project=_without_gradient(self.project))
+        fixed = self.head.detached()
+        project = self.project
+        return self._with(hidden=self.hidden.detach(), head=fixed, project=lambda hidden: project(hidden).detach())
 
     def mean(self, *args: Any, **options: Any) -> Tensor:
         """Return the mean of all logits. Others, such as those along a dimension, come from real logits."""
@@ -259,7 +257,7 @@ class ScoredLogits(DeferredLogits):
             return self.compute("a mean with a gradient").mean()
         if not self.capped:  # linear: the mean row has the mean logits
             row = self.hidden.flatten(0, -2).float().mean(0, keepdim=True).to(self.hidden.dtype)
-            return self._with(hidden=row, forward=Forward("", running=False)).compute().mean()
+            return self._with(hidden=row, forward=DeferredPass("", running=False)).compute().mean()
         labels = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
         means = self.log_probs(labels, ignore_index=None, mean_logits=True).mean_logit
         assert means is not None
@@ -272,15 +270,8 @@ class ScoredLogits(DeferredLogits):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def _without_gradient(project: Any) -> Any:
-    def projected(hidden: Tensor) -> Tensor:
-        return project(hidden).detach()
-
-    return projected
-
-
 @contextlib.contextmanager
-def scored_logits(model: nn.Module) -> Iterator[Forward]:
+def scored_logits(model: nn.Module) -> Iterator[DeferredPass]:
     """Within the context, the output head of `model` returns `ScoredLogits`. Yields as `deferred_logits` does."""
     with deferred_logits(model, make=ScoredLogits.of) as forward:
         yield forward

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..common.replacements import own_attribute, replaced_in_this_thread, without_replacement
+from ..common.replacements import own_attribute, replaced, replaced_in_this_thread, without_replacement
 from ..compat.models import LOSS_FUNCTION
 from ..compat.recognitions import forward_below_trl_head
 from ..errors import ConfigError, MaterializedLogitsWarning
-from .answers import answer_of, cross_entropy_loss
+from .answers import as_teacher_answer, cross_entropy_loss
 from .deferred_logits import DeferredLogits, settled
 from .deferring_head import Checkpoints, LazyLogits, deferred_logits
 from .hidden_states import HiddenPass
-from .model_parts import need_head, output_module, sharded_head
+from .model_parts import gather_head_for_pass, output_module, sharded_head
 from .spec import (
     IGNORE_INDEX,
     BatchLoss,
@@ -66,16 +66,16 @@ class FusedLoss:
         self._inner = _without_trl_head(self._replaced)
 
         # A function bound to the model, and not a method of this object: accelerate rewraps `forward.__func__`, dynamo
-        # traces functions alone, and a deep copy of the model calls this function with itself.
+        # traces only functions, and a deep copy of the model calls this function with itself.
         @functools.wraps(type(model).forward)  # Trainer and generate read the signature
         def forward(model, *args, **kwargs):
             if not self._active:
-                return self.own_forward(model)(*args, **kwargs)
+                return self.forward_without_loss(model)(*args, **kwargs)
             return self.forward(model, *args, **kwargs)
 
         self._function = forward
         model.forward = types.MethodType(forward, model)
-        need_head(model)
+        gather_head_for_pass(model)
 
     def undo(self) -> None:
         """Give the model its forward back. Where ours has been wrapped since, it stays and only passes calls on."""
@@ -88,27 +88,19 @@ class FusedLoss:
         else:
             self.model.forward = self._replaced
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """Within the context calls are only passed on, so that another fused loss can stand above this one."""
-        self._active = False
-        try:
-            yield
-        finally:
-            self._active = True
+        return replaced(self, _active=False)
 
-    @contextlib.contextmanager
-    def without_cross_entropy(self) -> Iterator[None]:
+    def without_cross_entropy(self) -> contextlib.AbstractContextManager[None]:
         """Within the context the loss is what the teacher says of the labels, and they are not learned themselves."""
-        before = self.options, self.eval_options
-        self.options = _without_cross_entropy(self.options)
-        self.eval_options = None if self.eval_options is None else _without_cross_entropy(self.eval_options)
-        try:
-            yield
-        finally:
-            self.options, self.eval_options = before
+        changed = {
+            name: options and replace(options, distillation=replace(options.for_teacher(), ce_weight=0.0))
+            for name, options in (("options", self.options), ("eval_options", self.eval_options))
+        }
+        return replaced(self, **changed)
 
-    def own_forward(self, model: Any) -> Callable:
+    def forward_without_loss(self, model: Any) -> Callable:
         """Return what `model` runs without this loss: its class's forward, or what has replaced that."""
         if self._inner is None:
             return functools.partial(type(model).forward, model)
@@ -123,10 +115,11 @@ class FusedLoss:
         token_weights: TokenWeights | None = None, fused_lm_head: bool = False, skip_logits: bool | None = None,
         **kwargs,
     ):  # fmt: skip
-        """Run `model` with this loss in place of its own. A subclass may add to what it takes."""
-        own_forward = self.own_forward(model)  # the callable, so that this call adds no frame between model and loss
+        """Run `model` with this loss in place of the model's. A subclass may add to what it takes."""
+        # the callable, so that this call adds no frame between model and loss
+        forward_without_loss = self.forward_without_loss(model)
         if labels is None and shift_labels is None:  # whoever computes a loss outside needs the logits
-            return own_forward(*args, **kwargs)
+            return forward_without_loss(*args, **kwargs)
         if num_items_in_batch is not None and num_processes > 1:
             # not divided by the trainer: FSDP2 casts arguments to bf16, which would round a fraction
             num_items_in_batch = num_items_in_batch / num_processes
@@ -138,10 +131,10 @@ class FusedLoss:
         kwargs.update(self._loss_arguments(labels, shift_labels, num_items_in_batch))
         recording = contextlib.nullcontext() if hidden_pass is None else hidden_pass.recording()
         with _as_loss_function(model, loss), recording, deferred_logits(model) as deferred:
-            outputs = own_forward(*args, **kwargs)
-        if deferred.obstacle is not None:
-            _report_stored_logits(type(model).__name__, deferred.obstacle)
-        self.seen(model, outputs, loss)
+            outputs = forward_without_loss(*args, **kwargs)
+        if deferred.why_not_deferred is not None:
+            _report_stored_logits(type(model).__name__, deferred.why_not_deferred)
+        self.after_pass(model, outputs, loss)
         return loss.token_output(outputs) if fused_lm_head else _with_readable_logits(outputs, bool(skip_logits))
 
     def _loss_arguments(self, labels: Tensor | None, shift_labels: Tensor | None, num_items: Any) -> dict[str, Any]:
@@ -157,12 +150,8 @@ class FusedLoss:
     def _takes(self, name: str) -> bool:
         return self._keywords is None or name in self._keywords
 
-    def seen(self, model: Any, outputs: Any, loss: "LossOfOneForward") -> None:
+    def after_pass(self, model: Any, outputs: Any, loss: "LossOfOneForward") -> None:
         """Do nothing. A subclass may read the per-token values of every pass by `loss.token_output(outputs)`."""
-
-
-def _without_cross_entropy(options: LossOptions) -> LossOptions:
-    return replace(options, distillation=replace(options.for_teacher(), ce_weight=0.0))
 
 
 @contextlib.contextmanager
@@ -199,7 +188,7 @@ class LossOfOneForward:
         hidden: HiddenPass | None = None,
     ):  # fmt: skip
         self._model_name, self._targets, self._options, self._hidden = model_name, targets, options, hidden
-        self._answer = None if teacher is None else answer_of(teacher).for_targets(targets)
+        self._answer = None if teacher is None else as_teacher_answer(teacher).for_targets(targets)
         self._calls: list[LossCall] = []
         self._checkpoints, self._is_checkpointed = Checkpoints(), False
 
@@ -213,8 +202,8 @@ class LossOfOneForward:
             return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **others)  # pyright: ignore[reportArgumentType]
         logits, targets = settled(logits), self._targets
         num_items = targets.num_items if num_items_in_batch is None else num_items_in_batch
-        if ignore_index != IGNORE_INDEX or not targets.made_of(labels, shift_labels):
-            targets = self._beside_answer(BatchTargets.of(labels, shift_labels, num_items, ignore_index), logits)
+        if ignore_index != IGNORE_INDEX or not targets.match_labels(labels, shift_labels):
+            targets = self._matching_targets(BatchTargets.of(labels, shift_labels, num_items, ignore_index), logits)
         targets = targets.to(logits.device).divided_by(num_items)
         check_lengths(targets, logits, *([] if self._answer is None else [self._answer]))
         if self._answer is None:
@@ -240,7 +229,7 @@ class LossOfOneForward:
                 "not hand on cannot be part of it: take the checkpoint off the loss."
             )
 
-    def _beside_answer(self, made: BatchTargets, logits: Logits) -> BatchTargets:
+    def _matching_targets(self, made: BatchTargets, logits: Logits) -> BatchTargets:
         """Return targets that the model made, if they can be compared with the teacher's answer.
 
         An answer is about the tokens of the caller's labels, unless it covers all tokens. So are weights.
@@ -252,7 +241,7 @@ class LossOfOneForward:
             return callers
         if callers.weights is not None:
             raise ConfigError(
-                f"{self._model_name} makes targets of its own, {tuple(made.shape)}, of labels {tuple(callers.shape)}: "
+                f"{self._model_name} makes its own targets, {tuple(made.shape)}, of labels {tuple(callers.shape)}: "
                 "the weights of their tokens cannot be aligned with them. Leave weight_column out."
             )
         assert answer is not None
@@ -261,7 +250,7 @@ class LossOfOneForward:
         raise ConfigError(
             f"{self._model_name} does not learn the labels that it is given one position on, as a causal LM does: it "
             f"makes targets {tuple(made.shape)} of labels {tuple(callers.shape)}. What this teacher knows of the "
-            "labels cannot be aligned with them. Train this model on its labels alone."
+            "labels cannot be aligned with them. Train this model on only its labels."
         )
 
     def token_output(self, outputs: Any) -> TokenLossOutput:
@@ -278,19 +267,21 @@ class LossOfOneForward:
         if not self._calls:
             raise ConfigError(f"{self._model_name} does not compute its loss through `loss_function`.")
         call = self._calls[-1]
-        if len(self._calls) > 1 or _has_more(outputs, call.value):
+        if len(self._calls) > 1 or _has_extra_loss(outputs, call.value):
             raise ConfigError(
-                f"The loss of {self._model_name} has other parts than that of its labels' tokens, so per-token values "
+                f"The loss of {self._model_name} has other parts than its labels' tokens', so per-token values "
                 "do not make it up. Train it with transformers' Trainer, which takes the model's loss as it is."
             )
         return token_output(outputs, call.result, call.targets, self._options)
 
 
-def _has_more(outputs: Any, tokens_loss: Tensor) -> bool:
-    """Whether the model's loss is more than that of its tokens and the auxiliary one that it names."""
+def _has_extra_loss(outputs: Any, tokens_loss: Tensor) -> bool:
+    """Whether the model's loss is more than its tokens' and the auxiliary one that it names."""
     loss = outputs["loss"]
     if outputs.get("aux_loss") is not None or loss is tokens_loss:
         return False
+    # 1e-2: a model may have cast its loss to bf16, which rounds by up to 0.4 %. To compare waits for the device, so it
+    # is done only where the model does not return the very tensor that it was given.
     return not torch.allclose(loss.detach().float(), tokens_loss.detach().float().to(loss.device), rtol=1e-2)
 
 
@@ -353,8 +344,8 @@ def _readable(value: Any, skip: bool) -> Any:
 
 
 @torch.compiler.assume_constant_result  # warns when a graph is traced, and no part of it
-def _report_stored_logits(model_name: str, obstacle: str) -> None:
-    _warn_once(f"{model_name} stores the logits of the whole batch: {obstacle}.")
+def _report_stored_logits(model_name: str, why: str) -> None:
+    _warn_once(f"{model_name} stores the logits of the whole batch: {why}.")
 
 
 @functools.cache

@@ -64,8 +64,14 @@ class HiddenLosses(nn.Module):
                 name = None
                 if width != teacher_width or term.options.get("projector"):
                     name = f"{term.type}_{block}_{teacher_block}"
-                    self.projectors[name] = _projector(width, teacher_width, generator)
+                    # in fp32, and for equal widths the identity, so that nothing changes at first
+                    self.projectors[name] = projector = nn.Linear(width, teacher_width, bias=False)
+                    if width == teacher_width:
+                        nn.init.eye_(projector.weight)
+                    else:
+                        nn.init.orthogonal_(projector.weight, generator=generator)
                 self._pairs[term.type].append(_Pair(block, teacher_block, name))
+        # Drawn on the CPU and then moved, so that the same seed gives the same projectors on any device.
         self.projectors.to(student.device)
 
     def _layout(self, term: LossTerm) -> list[tuple[int, int]]:
@@ -103,17 +109,17 @@ class HiddenLosses(nn.Module):
 
     def values(self, student: Callable[[int], Tensor], teacher: Callable[[int], Tensor]) -> dict[str, Tensor]:
         """Return {type: (rows,)}. Either function returns the states (rows, width) of a block."""
-        return {
-            kind: torch.stack([self._pair_value(kind, p, student(p.student), teacher(p.teacher)) for p in pairs]).mean(
-                0
-            )
-            for kind, pairs in self._pairs.items()
-        }
+        values = {}
+        for kind, pairs in self._pairs.items():
+            each = [self._pair_value(kind, p, student(p.student), teacher(p.teacher)) for p in pairs]
+            values[kind] = torch.stack(each).mean(0)
+        return values
 
     def _pair_value(self, kind: str, pair: _Pair, student: Tensor, teacher: Tensor) -> Tensor:
         if pair.projector is not None:
             projector: Any = self.projectors[pair.projector]
             student = F.linear(student.to(projector.weight.dtype), projector.weight.to(student.device))
+        # bf16 sums of squares over thousands of channels would lose most of their digits
         dtype = stats_dtype(student.dtype)
         student, teacher = student.to(dtype), teacher.to(dtype)
         if kind == "hidden_mse":
@@ -169,16 +175,6 @@ def _blocks(model: Any) -> nn.ModuleList:
         return decoder_layers(model)[1]
     except ConfigError as error:
         raise ConfigError(f"Hidden-state losses need the model's decoder blocks. {error}") from error
-
-
-def _projector(width: int, teacher_width: int, generator: torch.Generator) -> nn.Linear:
-    """Return an fp32 projector. For equal widths it is the identity, so that nothing changes at first."""
-    projector = nn.Linear(width, teacher_width, bias=False)
-    if width == teacher_width:
-        nn.init.eye_(projector.weight)
-    else:
-        nn.init.orthogonal_(projector.weight, generator=generator)
-    return projector
 
 
 @contextlib.contextmanager

@@ -4,9 +4,9 @@ The head is read when it is used, because FSDP and PEFT replace modules and para
 recognised by the forward that they run: PEFT need not be imported, and a layer with a replaced forward is not mistaken
 for what it was.
 
-FSDP2 gathers a weight just before the forward of its module, and sums the gradient over the ranks through the gathered
-copy alone. So the head of a model in training is read inside its own forward, after `gather`. ZeRO-3 gathers it for the
-whole pass of the model that `need_head` has prepared.
+FSDP2 gathers a weight just before the forward of its module, and sums the gradient over the ranks only through the
+gathered copy. So the head of a model in training is read inside its own forward, after `gather`. ZeRO-3 gathers it for
+the whole pass of the model that `gather_head_for_pass` has prepared.
 """
 
 import inspect
@@ -88,8 +88,8 @@ def gather(module: nn.Module, model: nn.Module) -> None:
     The loss reads them after the head's forward is over. Only FSDP2 has anything to gather.
 
     Raises:
-        ConfigError: FSDP2 shards a trained weight with a module whose forward is not running; ZeRO-3 gathers one for
-            the head's forward alone.
+        ConfigError: FSDP2 shards a trained weight with a module whose forward is not running; ZeRO-3 gathers one only
+            for the head's forward.
     """
     freed = [name for name, p in module.named_parameters() if is_partitioned(p) and not is_needed_in(model, p)]
     if freed:
@@ -108,12 +108,12 @@ def gather(module: nn.Module, model: nn.Module) -> None:
     if any(isinstance(unit, FSDPModule) for unit in model.modules()):
         raise ConfigError(
             f"FSDP2 has not gathered {', '.join(sharded)} of the output head ({type(module).__name__}) for its "
-            "forward, so its gradient would be that of one rank. Call the module that fully_shard was given last, not "
-            "one inside of it, or give the head a unit of its own."
+            "forward, so its gradient would be of one rank. Call the module that fully_shard was given last, not "
+            "one inside of it, or give the head its own unit."
         )
 
 
-def need_head(model: nn.Module) -> None:
+def gather_head_for_pass(model: nn.Module) -> None:
     """Have ZeRO-3 gather the output head of a model for the model's whole pass, forward and backward."""
     module = output_module(model)
     if module is not None:
@@ -167,7 +167,11 @@ def _of_lora(module: Any) -> Head | str:
         adapter = _adapter(module, name)
         if isinstance(adapter, str):
             return f"the adapter {name!r} on its output head {adapter}"
-        head = replace(head, lora=(*head.lora, adapter), bias=_with_bias(head.bias, module.lora_B[name].bias, adapter))
+        bias, of_adapter = head.bias, module.lora_B[name].bias
+        if of_adapter is not None:
+            scaled = _whole(of_adapter) * adapter.scaling
+            bias = scaled if bias is None else bias + scaled
+        head = replace(head, lora=(*head.lora, adapter), bias=bias)
     return head
 
 
@@ -188,13 +192,6 @@ def _adapter(module: Any, name: str) -> Lora | str:
     return Lora(_whole(a.weight), _whole(b.weight), module.scaling[name], p)
 
 
-def _with_bias(bias: Tensor | None, adapter_bias: Tensor | None, adapter: Lora) -> Tensor | None:
-    if adapter_bias is None:
-        return bias
-    scaled = _whole(adapter_bias) * adapter.scaling
-    return scaled if bias is None else bias + scaled
-
-
 def _unmerge_if_disabled(module: Any) -> None:
     """Do what PEFT's forwards do first."""
     if module.disable_adapters and module.merged:
@@ -211,7 +208,7 @@ _PEFT_READERS: dict[str, Reader] = {
 def _whole(parameter: Tensor) -> Tensor:
     """Return a sharded parameter gathered: a frozen one of FSDP2, or one of tensor parallelism.
 
-    The gradient is that of this rank's rows. That is right in tensor parallelism alone, where all ranks have the same.
+    The gradient is that of this rank's rows. That is right only in tensor parallelism, where all ranks have the same.
     """
     full_tensor = getattr(parameter, "full_tensor", None)
     return parameter if full_tensor is None else full_tensor()
@@ -260,7 +257,7 @@ def placeholder_ids(config: Any) -> tuple[int, ...]:
 
 
 def reads_images(model: Any) -> bool:
-    """Return whether a model takes images beside its tokens."""
+    """Return whether a model takes images besides its tokens."""
     return "pixel_values" in inspect.signature(type(model).forward).parameters
 
 

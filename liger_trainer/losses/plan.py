@@ -24,29 +24,21 @@ from ..common.options import (
 from ..kernels.divergence_kinds import REMOVED, TABLE
 from .schedules import Schedule, Taid, schedules_of, taid_of
 
-# The fields of LigerDistillConfig about the loss. Imports no torch.
-
-
 SKEW_ALPHA = 0.1
 
 
 @dataclass
 class LossConfig:
-    """What a student minimises; docs/losses.md.
+    """The fields of LigerDistillConfig about what a student minimises. docs/losses.md has the types of losses.
 
     Args:
-        beta: 0 is the forward KL, 1 the reverse KL, between lies the generalised JSD, as in TRL's DistillationConfig.
+        beta: as in TRL's DistillationConfig.
         losses: replaces `beta` when given: a list such as
-            `[{"type": "forward_kl", "weight": 1.0}, {"type": "ce", "weight": 0.1}]`. docs/losses.md has the types, and
-            what their entries take beside a weight (default 1).
-        skew_alpha: the share of the other side in skew_kl and skew_reverse_kl.
+            `[{"type": "forward_kl", "weight": 1.0}, {"type": "ce", "weight": 0.1}]`. The default weight is 1.
         schedules: {name: {from, to, kind, warmup_steps, steps}} of temperature, beta, skew_alpha, lmbda or the weight
             of a loss, `<type>_weight`.
-        taid: the teacher's share in what the student is held against: {start, end, adaptive, alpha, beta}, see
-            `schedules.Taid`; {} for the defaults.
-        temperature: divides both models' logits in the divergences, and the logits that completions are sampled from.
-        kd_temperature: the temperature of the divergences, where it is to be another than that of sampling.
-        scale_loss_by_temperature_squared: multiply the divergences by temperature^2 (Hinton et al. 2015).
+        taid: the teacher's share in what the student is held against, see `schedules.Taid`; {} for the defaults.
+        scale_loss_by_temperature_squared: as Hinton et al. 2015 do.
     """
 
     beta: float = option(
@@ -79,7 +71,7 @@ class LossType:
     Attributes:
         family: "divergence", of next-token distributions; "uld" and "alm", of a teacher of another tokenizer; "ce"; or
             "hidden", between blocks' outputs.
-        options: what an entry may say beside type and weight, as rules of `value_rules`.
+        options: what an entry may say besides type and weight, as rules of `value_rules`.
         common: {option: scalar}: these options set a scalar of the whole configuration.
         scalars: the value of the loss depends on these.
     """
@@ -160,19 +152,14 @@ def _term(entry: Any) -> LossTerm:
         raise ValueError(f"losses: {kind}: {'.'.join(map(str, path))}: {message}")
     options = dict(read(entry, rule))
     layers = options.get("layers")
-    if layers is not None:
-        _check_layers(kind, layers)
-    del options["type"]
-    return LossTerm(kind, float(options.pop("weight", 1.0)), options)
-
-
-def _check_layers(kind: str, layers: Any) -> None:
     pairs = isinstance(layers, list) and layers and all(len(pair) == 2 for pair in layers)
-    if not pairs and layers not in LAYOUTS:
+    if layers is not None and not pairs and layers not in LAYOUTS:
         raise ValueError(
             f"losses: {kind}: layers: expected pairs [student layer, teacher layer] or one of {', '.join(LAYOUTS)}, "
             f"got {layers!r}."
         )
+    del options["type"]
+    return LossTerm(kind, float(options.pop("weight", 1.0)), options)
 
 
 # the keys of a configuration that decide its loss
@@ -241,18 +228,23 @@ def plan_of(fields: Mapping[str, Any]) -> LossPlan:
     scalars |= _entries_scalars(terms, scalars) | {f"{term.type}_weight": term.weight for term in terms}
     plan = LossPlan(terms, scalars, taid=taid_of(values["taid"]) if "taid" in values else None)
     if "schedules" in values:
+        # Only scalars that some term reads: a schedule of any other would change nothing, silently.
         movable = {k: x for k, x in scalars.items() if k in plan.used or k.endswith("_weight") or k == "lmbda"}
         plan = replace(plan, schedules=schedules_of(values["schedules"], movable))
     if not any(term.weight for term in terms) and not any(name.endswith("_weight") for name in plan.schedules):
         raise ValueError("losses: every weight is 0, so nothing would be learned. Give one of them another.")
+    # TAID mixes the teacher into the student's logits, which only divergences read.
     if plan.taid is not None and not plan.of("divergence"):
         raise ValueError("taid: it changes what the divergences hold the student against, and losses has none of them.")
     if plan.other_tokens:
         _check_other_tokens(plan, values)
     if knows_few_tokens(values):
         _check_sparse(plan, values)
-    elif values.get("teacher") == "cache":
-        _check_recorded(plan)
+    elif values.get("teacher") == "cache" and plan.of("hidden"):
+        raise ValueError(
+            f"losses: {plan.of('hidden')[0].type} compares the outputs of layers, and a cache of hidden states has "
+            "only what the teacher's head reads. Take the teacher itself, teacher: model."
+        )
     return plan
 
 
@@ -286,7 +278,7 @@ def without_effect(plan: LossPlan, fields: Mapping[str, Any], given: Collection[
     if fields.get("label_smoothing_factor") and knows_few_tokens(fields):
         yield "label_smoothing_factor", f"is not part of the loss against {_SPARSE[fields['teacher']]}: leave it at 0."
     elif fields.get("label_smoothing_factor") and plan.of("alm"):
-        yield "label_smoothing_factor", "is not part of the loss beside alm: leave it at 0."
+        yield "label_smoothing_factor", "is not part of the loss with alm: leave it at 0."
     elif fields.get("label_smoothing_factor") and not plan.of("ce"):
         yield "label_smoothing_factor", "has no effect: it is of the cross-entropy, and there is no ce in losses."
 
@@ -294,18 +286,17 @@ def without_effect(plan: LossPlan, fields: Mapping[str, Any], given: Collection[
 def _check_other_tokens(plan: LossPlan, values: Mapping[str, Any]) -> None:
     """Refuse what does not go with a teacher that has another tokenizer."""
     name, teacher = plan.other_tokens, values.get("teacher", "model")
-    beside = [term.type for term in plan.terms if term.family == "divergence"]
-    if beside:
+    divergences = [term.type for term in plan.terms if term.family == "divergence"]
+    if divergences:
         raise ValueError(
-            f"losses: {', '.join(beside)} and {name} do not go together: {name} is for a teacher of another tokenizer, "
-            f"and these are over one vocabulary. Beside {name} there may be ce and losses between hidden states."
+            f"losses: {', '.join(divergences)} and {name} do not go together: {name} is for a teacher of another "
+            f"tokenizer, and these are over one vocabulary. Next to {name} there may be ce and losses between hidden "
+            "states."
         )
     if plan.of("uld") and plan.of("alm"):
         raise ValueError("losses: uld and alm do not go together: each reads the teacher's rows its own way. Take one.")
     if teacher != "model":
-        raise ValueError(
-            f"losses: {name} needs the model of a teacher with a tokenizer of its own; teacher is {teacher}."
-        )
+        raise ValueError(f"losses: {name} needs the model of a teacher with its own tokenizer; teacher is {teacher}.")
     if plan.of("alm") and values.get("seq_kd"):
         raise ValueError(
             "seq_kd: the teacher's completions would be tokens that the student does not have. Leave it at false; with "
@@ -328,8 +319,8 @@ def _check_sparse(plan: LossPlan, values: Mapping[str, Any]) -> None:
         raise ValueError(f"{key}: the loss asks for no divergence, and {_SPARSE[teacher]} teaches by one.")
     if not lumps_the_rest(values) and asked != ["forward_kl"]:
         raise ValueError(
-            f"{key}: {_SPARSE[teacher]} with draws from the rest determines the forward KL alone, with or without ce "
-            f"beside it; the loss asks for {', '.join(asked)}. Use beta=0, or losses with forward_kl and ce. With "
+            f"{key}: {_SPARSE[teacher]} with draws from the rest determines only the forward KL, with or without ce "
+            f"next to it; the loss asks for {', '.join(asked)}. Use beta=0, or losses with forward_kl and ce. With "
             "cache_tail_draws: 0 a cache serves every divergence on the tokens that it lists, with cache_kind: hidden "
             "on all tokens."
         )
@@ -346,15 +337,6 @@ def _check_sparse(plan: LossPlan, values: Mapping[str, Any]) -> None:
         raise ValueError("schedules: forward_kl_weight must stay above 0 with draws in a teacher cache.")
 
 
-def _check_recorded(plan: LossPlan) -> None:
-    """Refuse what recorded hidden states of the last layer cannot do."""
-    if plan.of("hidden"):
-        raise ValueError(
-            f"losses: {plan.of('hidden')[0].type} compares the outputs of layers, and a cache of hidden states has "
-            "what the teacher's head reads alone. Take the teacher itself, teacher: model."
-        )
-
-
 def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
     beta, alpha = values.get("beta", 0.0), values.get("skew_alpha", SKEW_ALPHA)
     check_values(values, LossConfig)
@@ -366,6 +348,7 @@ def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
 def _entries_scalars(terms: tuple[LossTerm, ...], scalars: Mapping[str, float]) -> dict[str, float]:
     """Return the scalars that entries of the list set by their options."""
     entries: dict[str, float] = {}
+    # The kernels take one beta and one alpha a call, so entries cannot each have their own.
     for term in terms:
         for name, scalar in LOSS_TYPES[term.type].common.items():
             value = term.options.get(name, scalars[scalar])

@@ -1,7 +1,7 @@
 """Scalars of a loss that change while a student trains: linear, cosine, constant after a warm-up, and TAID's share.
 
-Each is a function of the step alone, so a resumed training continues with the same values. TAID's adaptive share
-follows the loss and is in taid.py. This file imports no torch.
+Each is a function of only the step, so a resumed training continues with the same values. TAID's adaptive share
+follows the loss and is in trainers/loss_schedule.py. This file imports no torch.
 """
 
 import math

@@ -118,7 +118,7 @@ def apply_to_family(family: str, flags: Mapping[str, bool], model: Any = None) -
     of_type = getattr(getattr(base, "config", None), "model_type", None)
     if of_type != family and not isinstance(base, _model_class(family)):
         raise ConfigError(
-            f"{PREFIX}{_suffix(family)} got a {type(base).__name__} ({of_type}). patch(model) takes any model."
+            f"{PREFIX}{family.replace('-', '_')} got a {type(base).__name__} ({of_type}). patch(model) takes any model."
         )
     return _patched_as_wanted(base, options, wanted)
 
@@ -204,10 +204,6 @@ def _model_class(family: str) -> Any:
     return getattr(transformers, _CLASSES[family])
 
 
-def _suffix(family: str) -> str:
-    return family.replace("-", "_")
-
-
 @functools.cache
 def _function(suffix: str) -> Callable[..., FamilyPatch | Patched]:
     family = FAMILIES[suffix]
@@ -256,12 +252,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *(PREFIX + suffix for suffix in FAMILIES)})
 
 
-# AutoLigerKernelForCausalLM: transformers' AutoModelForCausalLM, patched.
-
-
-FLAGS = (*(field.name for field in dataclasses.fields(PatchOptions)), *ALIASES)
-
-
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """AutoModelForCausalLM whose `from_pretrained` and `from_config` patch the model before they return it.
 
@@ -290,7 +280,8 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
 
 
 def _take_options(kwargs: dict[str, Any]) -> PatchOptions:
-    return PatchOptions.of({name: kwargs.pop(name) for name in FLAGS if name in kwargs})
+    flags = (*(field.name for field in dataclasses.fields(PatchOptions)), *ALIASES)
+    return PatchOptions.of({name: kwargs.pop(name) for name in flags if name in kwargs})
 
 
 def _patch(model: Any, options: PatchOptions) -> None:

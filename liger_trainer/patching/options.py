@@ -69,7 +69,7 @@ class PatchOptions:
 
     @classmethod
     def of(cls, flags: Mapping[str, bool] | None) -> "PatchOptions":
-        """Read `liger_kernel_config`. cross_entropy=True alone turns the fused loss off.
+        """Read `liger_kernel_config`. cross_entropy=True by itself turns the fused loss off.
 
         Raises:
             ConfigError: an unknown name, or an option by two names.
@@ -86,13 +86,13 @@ class PatchOptions:
 
 @dataclass
 class PatchReport:
-    """What was swapped in a model, and what was left alone although it looked like one of our layers."""
+    """What was swapped in a model, and what stays although it looked like one of our layers."""
 
     model: str
     swapped: Counter[str] = field(default_factory=Counter)  # "RMSNorm": 57
     left_alone: dict[str, str] = field(default_factory=dict)  # class or function: why
-    tower: "PatchReport | None" = None  # of `doctor` alone: what of it is in the part that reads images
-    classes: set[str] = field(default_factory=set)  # of `doctor` alone: those of which a layer was swapped
+    tower: "PatchReport | None" = None  # only `doctor`'s: what of it is in the part that reads images
+    classes: set[str] = field(default_factory=set)  # only `doctor`'s: those of which a layer was swapped
 
     def swap(self, kind: str, count: int = 1) -> None:
         self.swapped[kind] += count
@@ -102,18 +102,18 @@ class PatchReport:
 
     @property
     def reasons(self) -> str:
-        """What was left alone and why, as errors quote it."""
+        """What stays as it was, and why, as errors quote it."""
         return "; ".join(f"{name}: {why}" for name, why in self.left_alone.items())
 
     def __str__(self) -> str:
-        """Return a line such as `qwen3: RMSNorm 57, SwiGLU 28, shared input 56, fused loss. Left alone: none.`"""
+        """Return a line that begins like `qwen3: RMSNorm 57, SwiGLU 28, shared input 56, fused loss.`"""
         swapped = ", ".join(kind if count == 1 else f"{kind} {count}" for kind, count in self.swapped.items())
         left = "; ".join(f"{name} ({why})" for name, why in self.left_alone.items())
         return f"{self.model}: {swapped or 'nothing'}. Left alone: {left or 'none'}."
 
 
 class NothingToPatch(ConfigError):
-    """The error for a model without anything to replace. Its `report` says what was left alone."""
+    """The error for a model without anything to replace. Its `report` says what stays and why."""
 
     def __init__(self, report: PatchReport, options: PatchOptions):
         # Here, since the layers of extras import this file where transformers need not be installed.

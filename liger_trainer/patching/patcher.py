@@ -1,6 +1,6 @@
 """`patch(model)`: our kernels and the fused loss in one model object.
 
-Each part, in a file of its own, recognises its kind of layer by structure and proves it on a miniature before it swaps
+Each part, in a separate file, recognises its kind of layer by structure and proves it on a miniature before it swaps
 anything (structure.py). Nothing but the model object is touched; `undo()` gives it back as it was.
 """
 
@@ -56,7 +56,7 @@ class Patched:
     Attributes:
         model: the patched model, without PEFT around it.
         options: what to replace.
-        report: what was replaced, and what was left alone.
+        report: what was replaced, and what stays and why.
         fused: the fused loss, or None if it was not wanted or the model has another loss.
     """
 
@@ -105,7 +105,7 @@ class Patched:
         self.report.swap("fused loss")
 
     def fuse(self, loss: LossOptions) -> FusedLoss:
-        """Fuse the loss anew with a trainer's options, on top of whatever has wrapped the model's forward since.
+        """Fuse the loss again, with a trainer's options, on top of whatever has wrapped the model's forward since.
 
         Raises:
             ConfigError: the model's loss is not the causal-LM cross-entropy.
@@ -152,6 +152,7 @@ class Patched:
 
     def undo(self) -> None:
         """Give the model back as it was, object for object. Doing it twice does nothing."""
+        # In the reverse order of patching: each part puts back what it found.
         if self.fused is not None:
             self.fused.undo()
             self.fused = None
@@ -175,7 +176,7 @@ def patch(model: Any, options: PatchOptions | Mapping[str, bool] | None = None, 
         options: what to replace; everything by default. `flags` are the same options by keyword.
 
     Returns:
-        The record; that of before if the model is already patched with these options.
+        The record; the former one if the model is already patched with these options.
 
     Raises:
         ConfigError: `model` is no model, or torch.compile or DDP has wrapped it; an option is unknown; options exclude
@@ -239,7 +240,7 @@ def _refuse_to_pickle(model: Any, protocol: Any = None) -> None:
 def _deep_copy(model: Any, memo: dict[int, Any]) -> Any:
     """Stand in for `__deepcopy__`, because copy.deepcopy would call `__reduce_ex__`.
 
-    The copy has guards and a record of its own: a deep copy of a bound method is bound to the copy. A PEFT model looks
+    The copy has its own guards and record: a deep copy of a bound method is bound to the copy. A PEFT model looks
     attributes up in the model that it wraps, and so finds this method when it is copied itself.
     """
     copied = argument_of_deepcopy()
@@ -263,7 +264,7 @@ GUARDS: dict[str, Callable] = {
 # they need a whole layer gathered: DeepSpeed calls that a leaf. It then has no hooks inside, and fewer and larger
 # messages.
 #
-# DeepSpeed sums the gradients of a leaf over the ranks when that of its input is known. The input of the first layer
+# DeepSpeed sums the gradients of a leaf over the ranks when the input's gradient is known. The input of the first layer
 # over frozen embeddings needs none, so the layer's gradients would be summed before they are computed. So it gets one.
 
 
@@ -274,7 +275,9 @@ def gather_by_layers(model: Any, replacements: Replacements) -> None:
     """
     if not is_deepspeed_zero3_enabled():
         return
-    _expect_deferred_logits()
+    from deepspeed.utils import logger  # pyright: ignore[reportMissingImports]
+
+    logger.addFilter(_is_not_of_deferred_logits)  # a second time adds nothing
     try:
         _, layers = decoder_layers(model)
     except ConfigError:
@@ -299,17 +302,6 @@ def _with_gradient_of_input(layer: nn.Module, args: tuple, kwargs: dict[str, Any
     return (hidden, *others), kwargs
 
 
-class _NotOfDeferredLogits(logging.Filter):
-    """Leaves out DeepSpeed's warning that an output head returns none of the types that it knows: it need not."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return DeferredLogits.__name__ not in record.getMessage()
-
-
-_FILTER = _NotOfDeferredLogits()
-
-
-def _expect_deferred_logits() -> None:
-    from deepspeed.utils import logger  # pyright: ignore[reportMissingImports]
-
-    logger.addFilter(_FILTER)  # a second time adds nothing
+def _is_not_of_deferred_logits(record: logging.LogRecord) -> bool:
+    """Leave out DeepSpeed's warning that an output head returns none of the types that it knows: it need not."""
+    return DeferredLogits.__name__ not in record.getMessage()

@@ -2,7 +2,7 @@
 
 A rule is a claim about code elsewhere. Before it is acted on, the layer's own forward runs on a miniature: a shallow
 copy with small random weights on the CPU. A layer that computes anything else than the rule is refused, with the
-reason. So a family whose code resembles a known one needs no line here, and one whose code has changed is left alone.
+reason. So a family whose code resembles a known one needs no line here, and one whose code has changed stays as it is.
 
 The file reads in the order of a proof: look at the layer, make its miniature, run both, compare.
 """
@@ -28,6 +28,7 @@ from ..compat.modules import (
     own_parameters,
     replaced_forward,
 )
+from .options import PatchReport
 
 Rule = TypeVar("Rule")
 
@@ -39,13 +40,11 @@ _PLAIN = (bool, int, float, str, type(None))
 def tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's own parameters and buffers; in place of those that ZeRO-3 has partitioned, their shapes."""
     own = {**own_parameters(module), **own_buffers(module)}
-    return {name: _whole(tensor) for name, tensor in own.items() if tensor is not None}
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    if not is_missing(tensor):
-        return tensor
-    return nn.Parameter(torch.empty(shape_of(tensor), dtype=tensor.dtype, device="meta"), tensor.requires_grad)
+    own = {name: tensor for name, tensor in own.items() if tensor is not None}
+    for name, x in own.items():
+        if is_missing(x):
+            own[name] = nn.Parameter(torch.empty(shape_of(x), dtype=x.dtype, device="meta"), x.requires_grad)
+    return own
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -84,11 +83,12 @@ def why_not_replaced(module: nn.Module) -> str | None:
 
 
 def cache_key(module: nn.Module) -> tuple:
-    """Return what a layer's behaviour may depend on beside its tensors, as a key for `once_for_equal_layers`.
+    """Return what a layer's behaviour may depend on besides its tensors, as a key for `once_for_equal_layers`.
 
     Objects count by identity. Linear children count by name, others by their own settings.
     """
     own = [(k, v if isinstance(v, _PLAIN) else id(v)) for k, v in vars(module).items() if k not in _BARE | {PROVED}]
+    # Sizes are left out: what holds for a miniature does not depend on them.
     children = [(k, type(v) if is_linear(v) else cache_key(v)) for k, v in module.named_children()]
     return type(module), *own, *((k, t.dim()) for k, t in tensors(module).items()), *children
 
@@ -111,27 +111,32 @@ def once_for_equal_layers(
     return remembered
 
 
-def candidates(
+def proved_layers(
     model: nn.Module,
     replacements: Replacements,
+    report: PatchReport,
     looks_alike: Callable[[nn.Module], bool],
-    prove: Callable[[nn.Module], Any],
-) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield the layers that look like a kind, each with its rule, or why its own forward stays.
+    prove: Callable[[nn.Module], Rule | str | None],
+) -> Iterator[tuple[nn.Module, Rule]]:
+    """Yield the layers of a kind, each with its rule; report why others that look alike keep their own forward.
 
     Layers that an earlier part computes are passed over, and those that `prove` returns None for.
     """
     for module in model.modules():
-        if module not in replacements and looks_alike(module):
-            rule = prove(module)
-            if rule is not None:
-                yield module, rule if isinstance(rule, str) else why_not_replaced(module) or rule
+        if module in replacements or not looks_alike(module):
+            continue
+        rule = prove(module)
+        refused = rule if isinstance(rule, str) else rule and why_not_replaced(module)
+        if isinstance(refused, str):
+            report.leave(type(module).__name__, refused)
+        elif rule is not None and not isinstance(rule, str):
+            yield module, rule
 
 
 def miniature(
     module: nn.Module, small: Mapping[str, Tensor], children: Mapping[str, nn.Module], training: bool = True
 ) -> nn.Module:
-    """Return a copy that shares every plain attribute, with tensors and children of its own, without hooks.
+    """Return a copy that shares every plain attribute, with other tensors and children, without hooks.
 
     Children that are not given must have no tensors: they become miniatures themselves.
     """
@@ -147,7 +152,7 @@ def miniature(
 
 @contextlib.contextmanager
 def on_miniatures(autocast: bool = False) -> Iterator[None]:
-    """Run something small on the CPU, with gradients, whatever the caller has set, and leave its random state alone."""
+    """Run something small on the CPU, with gradients, whatever the caller has set, and keep its random state."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -205,6 +210,7 @@ def first_that_holds(rules: Iterable, check: Callable[[Any], tuple[int, str | No
 
 def failure(error: Exception) -> str:
     """Say that a layer's own forward does not run on a miniature."""
+    # 90 characters: torch's errors go on with hints that help nobody here
     return f"its forward fails on a miniature: {type(error).__name__}: {' '.join(str(error).split())[:90]}"
 
 
@@ -219,7 +225,7 @@ def difference(got: Tensor, want: Any, narrow: float = 1e-2) -> str | None:
     if got.dtype != want.dtype:
         return f"it returns {want.dtype} where {got.dtype} was expected"
     wide = want.dtype == torch.float32
-    # Row by row, because rows differ in size by 1e7: a wrong eps shows in the smallest alone.
+    # Row by row, because rows differ in size by 1e7: a wrong eps shows only in the smallest.
     rows = (-1, want.shape[-1]) if wide else (1, -1)
     norm = want.double().reshape(rows).norm(dim=1)
     error = (got.double() - want.double()).reshape(rows).norm(dim=1)
@@ -229,11 +235,12 @@ def difference(got: Tensor, want: Any, narrow: float = 1e-2) -> str | None:
 
 
 def gradient_difference(got: Tensor, want: Tensor, inputs: Sequence[Tensor]) -> str | None:
-    """Do as `difference`, for the gradients of both outputs; they are compared in fp32 alone."""
+    """Do as `difference`, for the gradients of both outputs; they are compared only in fp32."""
     if any(x.dtype != torch.float32 for x in (got, *inputs)):
         return None
     if not want.requires_grad:
         return "its output has no gradient"
+    # Different weights: the gradient of a plain sum is the same for many functions.
     weights = torch.linspace(-1, 1, want.numel(), dtype=torch.float32, device="cpu").view(want.shape)
     ours, theirs = (torch.autograd.grad((y * weights).sum(), inputs, allow_unused=True) for y in (got, want))
     for a, b in zip(ours, theirs, strict=True):

@@ -32,13 +32,13 @@ from ..losses.deferring_head import ScoredLogits, scored_logits
 from ..losses.fused_forward import has_trl_head
 from ..losses.model_parts import output_module
 from .options import PatchOptions, canonical
-from .patcher import Patched, base_of, patch, patched_record
+from .patcher import base_of, patch, patched_record
 
 # The fused head of TRL's trainers (DPO, KTO, GRPO, RLOO, SFT), with `linear_log_probs` in place of TRL's function.
 #
 # Those trainers call `model(..., labels=..., fused_lm_head=True)`, whose forward
 # (`trl.trainer.utils.add_fused_lm_head`) runs the backbone, chooses the labelled positions and hands hidden states,
-# head and labels to one function. That function alone is replaced, so labels, masks, autocast, adapters, auxiliary
+# head and labels to one function. Only that function is replaced, so labels, masks, autocast, adapters, auxiliary
 # losses and engines stay TRL's.
 
 
@@ -125,8 +125,8 @@ _METHODS = ("get_batch_loss_metrics", "get_batch_logps")
 def replace_trl_stored_logits(replacements: Replacements) -> None:
     """Have ORPOTrainer and CPOTrainer compute their losses from hidden states.
 
-    TRL may move or drop what it calls experimental: a trainer that is not there, or without the two methods, is left
-    alone with a warning.
+    TRL may move or drop what it calls experimental: a trainer that is not there, or without the two methods, stays
+    as it is, with a warning.
     """
     for module, name in _TRAINERS.items():
         with warnings.catch_warnings():
@@ -156,7 +156,7 @@ def _with_scored_logits(stock: Callable) -> Callable:
         else:
             with scored_logits(base) as forward:
                 result = stock(trainer, model, *args, **kwargs)
-            obstacle = forward.obstacle
+            obstacle = forward.why_not_deferred
         if obstacle is not None:
             warnings.warn(
                 f"{type(base).__name__} stores the logits of the whole batch: {obstacle}.",
@@ -233,12 +233,8 @@ def apply_liger_kernel(model: Any, kernel_config: Mapping[str, bool] | None) -> 
         )
     done = patched_record(base)
     if done is None:
-        announce(f"{patch(base, options).report}{_beside_liger()}")
-    else:
-        _check_agrees(done, flags)
-
-
-def _check_agrees(done: Patched, flags: dict[str, bool]) -> None:
+        announce(f"{patch(base, options).report}{_other_package()}")
+        return
     if has_trl_head(done.model):  # TRL asks for no fused loss; one from before stands below its head and is unused
         flags.pop("fused_linear_cross_entropy", None)
     differing = {name: value for name, value in flags.items() if getattr(done.options, name) != value}
@@ -261,7 +257,7 @@ def _patching_first(evaluation_loop: Callable) -> Callable:
     return patching_evaluation_loop
 
 
-def _beside_liger() -> str:
+def _other_package() -> str:
     """Say that LinkedIn's package is not used, where it is installed too."""
     if importlib.util.find_spec("liger_kernel") is None:
         return ""

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from .. import plugins
 from ..losses.plan import LOSS_TYPES, plan_of
-from .data.demo import DEMO_MODELS, DemoModel
+from ..plugins import DEMO
 from .launch import versions
 from .reports.tables import (
     DISTILL_ROWS,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from .results import RunResults
 
 NAME = "README.md"
-_DEMO = "demo:"
+# Keys that say nothing about the model.
 _OF_THIS_MACHINE = (
     "output_dir",
     "overwrite_output_dir",
@@ -47,7 +48,6 @@ _OF_THIS_MACHINE = (
     "hub_token",
     "recipe",
 )
-"""Keys that say nothing about the model."""
 _PLAIN = ("temperature", 1.0)
 
 
@@ -55,10 +55,8 @@ _PLAIN = ("temperature", 1.0)
 class Published:
     """Facts about the saved model that the trainer knows."""
 
-    adapter: bool
-    """a LoRA adapter, without its base"""
-    chat: bool
-    """whether the tokenizer has a chat template"""
+    adapter: bool  # a LoRA adapter, without its base
+    chat: bool  # whether the tokenizer has a chat template
     tags: list[str]
     hub_model_id: str | None = None
 
@@ -68,7 +66,7 @@ class Markdown(str):
 
 
 def escaped(value: Any) -> Markdown:
-    """Return a value as one line of Markdown that shows it as it is: no link, no tag, no cell of its own."""
+    """Return a value as one line of Markdown that shows it as it is: no link, no tag, no separate cell."""
     if isinstance(value, Markdown):
         return value
     return Markdown(re.sub(r"([\\`*\[\]<>&|])", r"\\\1", " ".join(str(value).splitlines())))
@@ -115,7 +113,7 @@ def _header(config: "RunConfig", results: "RunResults", model: Published) -> Mod
 
 def hub_id(name: str | None) -> str | None:
     """Return `name` if it can only be on the hub: it is neither a demo nor a file or directory here."""
-    if not name or name.startswith(_DEMO) or os.path.exists(os.path.expanduser(name)):
+    if not name or name.startswith(DEMO) or os.path.exists(os.path.expanduser(name)):
         return None
     return name if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) else None
 
@@ -130,8 +128,9 @@ def public(value: Any) -> Any:
     return Path(value).name if local else value
 
 
-def _demo(model: str) -> DemoModel | None:
-    return DEMO_MODELS.get(model.removeprefix(_DEMO)) if model.startswith(_DEMO) else None
+def _demo(model: str) -> Any:
+    """Return the facts about a demo model; None for any other."""
+    return plugins.load(DEMO).DEMO_MODELS.get(model.removeprefix(DEMO)) if model.startswith(DEMO) else None
 
 
 def _named(model: str) -> Markdown:
@@ -217,8 +216,8 @@ def _loss(config: "RunConfig") -> str:
     if config.recipe == "sft":
         return "cross-entropy" if config["loss_type"] in (None, "nll") else f"cross-entropy, {config['loss_type']}"
     plan = plan_of(config.values)
-    alone = len(plan.terms) == 1 and plan.terms[0].weight == 1
-    words = [" + ".join(term.type if alone else f"{term.weight:g} x {term.type}" for term in plan.terms)]
+    only_one = len(plan.terms) == 1 and plan.terms[0].weight == 1
+    words = [" + ".join(term.type if only_one else f"{term.weight:g} x {term.type}" for term in plan.terms)]
     used = {name for term in plan.terms for name in LOSS_TYPES[term.type].scalars} - plan.schedules.keys()
     words += [f"{name} {plan.scalars[name]:g}" for name in sorted(used) if (name, plan.scalars[name]) != _PLAIN]
     words += [f"{name} scheduled" for name in plan.schedules]

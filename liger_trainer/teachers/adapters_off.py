@@ -38,8 +38,8 @@ class SelfTeacher(Teacher):
     def prepare(self, trainer: DistillHost) -> int:
         if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
             raise ConfigError(
-                "teacher: self does not work with FSDP1, whose hooks gather the weights for the student's pass alone. "
-                "Use FSDP2, DDP or DeepSpeed, or load the base as a teacher of its own: teacher: model with "
+                "teacher: self does not work with FSDP1, whose hooks gather the weights only for the student's pass. "
+                "Use FSDP2, DDP or DeepSpeed, or load the base as a separate teacher: teacher: model with "
                 "teacher_model_name_or_path."
             )
         _check_adapters(trainer.student)
@@ -48,7 +48,7 @@ class SelfTeacher(Teacher):
 
     def answer(self, inputs: dict[str, Any]) -> Logits:
         student, base = self._student, base_of(self._student)
-        # FSDP2 and ZeRO-3 gather what lies beside the decoder layers in the forward of the model that they were given
+        # FSDP2 and ZeRO-3 gather what is not in the decoder layers in the forward of the model that they were given
         gathered = isinstance(student, FSDPModule) or any(map(is_partitioned, base.parameters()))
         call: Any = student if gathered else base
         with without_adapters(self._student), self._accelerator.autocast():
@@ -70,6 +70,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
     PEFT's own `disable_adapter` would not do: it sets requires_grad by its own rules, not to what it was.
     """
+    # Flags are read before any is set, so that what another context has switched off stays so afterwards.
     modes = [(module, module.training) for module in model.modules()]
     switches: list[Any] = adapter_switches(model)
     before = [module.disable_adapters for module in switches]
@@ -102,7 +103,7 @@ def _check_adapters(student: Any) -> None:
             raise ConfigError(
                 f"teacher: self is the student without its adapters, but init_lora_weights={start!r} of the adapter "
                 f"{name!r} moves part of the base's weights into it, so what is left is not the model before training. "
-                "Set init_lora_weights to true, or load the base as a teacher of its own: teacher: model with "
+                "Set init_lora_weights to true, or load the base as a separate teacher: teacher: model with "
                 "teacher_model_name_or_path."
             )
     if any(getattr(module, "merged_adapters", None) for module in student.modules()):
@@ -110,9 +111,9 @@ def _check_adapters(student: Any) -> None:
     moving = [name for name, p in student.named_parameters() if p.requires_grad and not _is_adapters(student, name)]
     if moving:
         raise ConfigError(
-            f"teacher: self is the model without adapters, but weights of its own are trained too: {moving[0]}"
+            f"teacher: self is the model without adapters, but its own weights are trained too: {moving[0]}"
             f"{f' and {len(moving) - 1} more' if len(moving) > 1 else ''}. The teacher would change with the student. "
-            'Freeze them (LoRA: bias="none"), or load the base as a teacher of its own.'
+            'Freeze them (LoRA: bias="none"), or load the base as a separate teacher.'
         )
 
 

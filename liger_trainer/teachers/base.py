@@ -59,8 +59,8 @@ class Teacher(ABC):
         tokenizer: the teacher's own, where it does not read the student's tokens; else None.
         reads: after `prepare`, how many of the student's token ids it can read; None for all.
         unshared: after `prepare`, ids that only one of the two tokenizers has.
-        processor: the teacher's, in place of the one beside its model; None where none was given.
-        draws_by: the processor that makes rows for the teacher alone; None where it reads the student's.
+        processor: the teacher's, in place of the one next to its model; None where none was given.
+        draws_by: the processor that makes rows only for the teacher; None where it reads the student's.
     """
 
     model: Any = None
@@ -88,7 +88,7 @@ class Teacher(ABC):
     def see_prompts(
         self, dataset: Any, name: str, read: Callable[[Any], list[list[int]]], *, tokenizer: Any
     ) -> None:  # fmt: skip
-        """Look at rows of prompts alone, which `read(tokenizer)` makes token ids of, with this tokenizer or its own."""
+        """Look at rows of only prompts, which `read(tokenizer)` makes token ids of, with this tokenizer or its own."""
         return None
 
     def read_rows(self, dataset: Dataset, name: str, cut: Cut) -> None:
@@ -137,16 +137,18 @@ class Teacher(ABC):
 
 def without_labels(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a batch that a teacher reads."""
+    # With labels its forward would compute a loss too, which nobody reads.
     return {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
 
 
 def check_apart(student: Any, teacher: Any) -> None:
     """Raise ConfigError where a teacher is the student, or made of weights that are trained."""
+    # Weights that both share may stand still, as the base under a student's adapters does.
     moving = {id(parameter) for parameter in student.parameters() if parameter.requires_grad}
     if base_of(teacher) is base_of(student) or any(id(parameter) in moving for parameter in teacher.parameters()):
         raise ConfigError(
             "The student cannot be its own teacher: its weights would move under the teacher. Load the teacher as "
-            "a model of its own; for adapters beside their frozen base, LigerDistillTrainer has teacher='self'."
+            "a separate model; for adapters on their frozen base, LigerDistillTrainer has teacher='self'."
         )
 
 
@@ -163,7 +165,7 @@ def patch_layers(
     Raises:
         ConfigError: packed documents would see one another in this model.
     """
-    record, before = patched_record(model), patched_record(model)
+    record = before = patched_record(model)
     reason = None
     if record is None:
         try:
@@ -171,6 +173,7 @@ def patch_layers(
         except NothingToPatch as error:
             reason = error
     patch_packed_attention(base_of(model), record, rows)
+    # A model that was patched before has been announced then.
     if record is not before or reason is not None:
         announce(f"{name}: {reason or record and record.report}")
     return record
@@ -188,5 +191,6 @@ def teacher_logits(call: Callable[..., Any], base: Any, *args: Any, **inputs: An
             f"The teacher, a {type(base).__name__}, gets no labels, from which it would make the input of its decoder. "
             "Have the data collator add decoder_input_ids to the batch: both models then read the same."
         )
+    # `outlive`: the loss reads the head when this pass is over, and FSDP2 and ZeRO-3 have freed what they gathered.
     with torch.no_grad(), deferred_logits(base, outlive=True):
         return settled(call(*args, **inputs).logits)

@@ -25,11 +25,12 @@ from .fingerprints import teacher_fingerprint
 from .row_keys import DocumentCollator
 from .vocabulary import check_student_vocabulary
 
-# Compare the shards of a cache with their checksums while a training already reads them.
-
 
 class BackgroundCheck:
-    """Reads every shard in a thread, which waits for nobody and holds nobody up: hashing runs outside of Python."""
+    """Compares the shards of a cache with their checksums while a training already reads them.
+
+    A thread reads them, which waits for nobody and holds nobody up: hashing runs outside of Python.
+    """
 
     def __init__(self, path: Path, index: CacheIndex):
         self._damage: CorruptError | None = None
@@ -58,7 +59,8 @@ class BackgroundCheck:
 
 
 RECORDS = "teacher_records"
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # records are laid out four times as fast as by bytes
+# Assignment by a mask copies element by element, so records are laid out four times as fast in words as in bytes.
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class CachedTeacher(Teacher):
@@ -79,23 +81,22 @@ class CachedTeacher(Teacher):
         assert args.teacher_cache_dir is not None
         self.cache = TeacherCache(args.teacher_cache_dir, verify=args.verify_teacher_cache)
         self.cache.check_settings(args.cache_kind, max_length=args.max_length, temperature=args.loss_temperature)
-        self._check_losses(args)
+        others = sorted(term.type for term in args.loss_plan().of("divergence") if term.type != "forward_kl")
+        if others and not isinstance(self.cache.format, HiddenFormat) and self.cache.format.tail == "none":
+            raise ConfigError(
+                f"losses: the teacher cache {self.cache.path} holds draws, which determine only the forward KL; the "
+                f"loss asks for {', '.join(others)}. Capture one with cache_tail_draws: 0 or cache_kind: hidden."
+            )
         self._head: TeacherHead | None = None  # of hidden states, after `prepare`
         if teacher is not None:
             self._check_teacher(teacher, args)
         verified = args.verify_teacher_cache
+        # Hashing a large cache takes minutes, and a training may begin meanwhile: nothing is saved before it is done.
         self._check = None if verified else BackgroundCheck(self.cache.path, self.cache.index)
-
-    def _check_losses(self, args: TeacherConfig) -> None:
-        others = sorted(term.type for term in args.loss_plan().of("divergence") if term.type != "forward_kl")
-        if others and not isinstance(self.cache.format, HiddenFormat) and self.cache.format.tail == "none":
-            raise ConfigError(
-                f"losses: the teacher cache {self.cache.path} holds draws, which determine the forward KL alone; the "
-                f"loss asks for {', '.join(others)}. Capture one with cache_tail_draws: 0 or cache_kind: hidden."
-            )
 
     def fingerprints(self) -> dict[str, Any]:
         index = self.cache.index
+        # The path is for people. What the shards hold is told by their checksums, which the index has.
         parts = index.model_dump(mode="json", include={"settings", "fingerprints"})
         if index.head is not None:
             parts["head"] = index.head.sha256
@@ -114,6 +115,7 @@ class CachedTeacher(Teacher):
                 f"The teacher cache {self.cache.path} was imported from records of {there}, which cannot be compared "
                 "with a teacher. Leave the teacher out to train from the cache as it is."
             )
+        # A fingerprint of files hashes what is on disk, one of memory what was loaded, perhaps in another dtype.
         here = "files" if isinstance(teacher, str) else "memory"
         if there != here:
             raise ConfigError(
@@ -148,7 +150,7 @@ class CachedTeacher(Teacher):
 
     def answer(self, inputs: dict[str, Any]) -> TeacherAnswer:
         """Decode the records of a batch, which are taken out of `inputs`, on their device."""
-        if self._check is not None:
+        if self._check is not None:  # stop at the first step after damage was found, not at the next checkpoint
             self._check.raise_if_damaged()
         form = self.cache.format
         if isinstance(form, HiddenFormat):
@@ -156,7 +158,7 @@ class CachedTeacher(Teacher):
             return RecordedAnswer(self._head.logits(form.decode(inputs.pop(RECORDS))))
         targets, settings = form.decode(inputs.pop(RECORDS)), self.cache.index.settings
         assert isinstance(settings, CacheSettings)
-        unknown: Any = dict.fromkeys(settings.unknown)
+        unknown: Any = dict.fromkeys(settings.unknown)  # None in place of the zeros that stand for what is not known
         return SparseAnswer(replace(targets, **unknown), form.tail, form.vocab_size)
 
 

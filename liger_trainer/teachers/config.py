@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.options import (
     HTTP_SERVERS,
-    Fact,
+    Condition,
     OptionValues,
     check_values,
     clashes,
@@ -38,6 +38,7 @@ FILES = (
 )
 OF_LOADING = ("teacher_model_revision", "teacher_model_init_kwargs")
 OF_ONE_TEACHER = (*FILES, *PLACEMENT)
+# What an entry of `teachers` may have. All else is of the run, or of the loss, and the same for all of them.
 ENTRY_KEYS = ("name", "teacher", "weight", "routes", *OF_ONE_TEACHER)
 MAX_ENTRIES = 1024  # of a position in a cache
 
@@ -45,13 +46,13 @@ CACHE, SELF, SERVER = equals("teacher", "cache"), equals("teacher", "self"), equ
 _HIDDEN_CACHE = equals("cache_kind", "hidden")
 SAMPLES = on("lmbda") | on("seq_kd") | has_entry("schedules", "lmbda")
 """Completions are sampled at some time in training; see SamplingConfig."""
-_TOO_MANY = Fact(
+_TOO_MANY = Condition(
     ("cache_entries", "cache_tail_draws"),
     lambda o: bool(o["cache_tail_draws"]) and (o["cache_entries"] or 64) + o["cache_tail_draws"] > MAX_ENTRIES,
 )
 
 
-def _of_tokens(key: str) -> tuple[Fact, str]:
+def _of_tokens(key: str) -> tuple[Condition, str]:
     """The conflict of an option about recorded tokens with `cache_kind: hidden`."""
     return given(key) & _HIDDEN_CACHE, "has no effect with `cache_kind: hidden`: hidden states are stored, not tokens."
 
@@ -59,23 +60,25 @@ def _of_tokens(key: str) -> tuple[Fact, str]:
 _NOTHING_LOADED = "has no effect with `teacher: self` or `server`: nothing is loaded."
 
 
-def _of_loading(key: str, default: Any, help: str, *conflicts: tuple[Fact, str], choices: tuple[str, ...] = ()) -> Any:
+def _of_loading(
+    key: str, default: Any, help: str, *conflicts: tuple[Condition, str], choices: tuple[str, ...] = ()
+) -> Any:
     """Declare an option about loading a teacher, which some kinds of teacher are not."""
     in_vain = (on(key) & equals("teacher", "self", "server"), _NOTHING_LOADED)
     return option(default, help, choices=choices, conflicts=(in_vain, *conflicts))
 
 
-def _beside_keyword(key: str, keyword: str) -> tuple[Fact, str]:
+def _beside_keyword(key: str, keyword: str) -> tuple[Condition, str]:
     """The conflict of an option with a keyword of `from_pretrained`."""
     both = on(key) & has_entry("teacher_model_init_kwargs", keyword)
     return both, f"give either {key} or {keyword} in teacher_model_init_kwargs, not both."
 
 
-def _beside_offload(key: str, why: str) -> tuple[Fact, str]:
+def _beside_offload(key: str, why: str) -> tuple[Condition, str]:
     return on("teacher_offload") & on(key), f"does not go with {key}: {why}."
 
 
-def _prompt_conflicts(key: str) -> list[tuple[Fact, str]]:
+def _prompt_conflicts(key: str) -> list[tuple[Condition, str]]:
     return [
         (
             on(key) & (CACHE | SERVER | on("teachers")),
@@ -87,22 +90,19 @@ def _prompt_conflicts(key: str) -> list[tuple[Fact, str]]:
 
 @dataclass
 class TeacherConfig:
-    """Teachers of `LigerDistillTrainer`; docs/teachers.md.
+    """Teachers of `LigerDistillTrainer`; docs/teachers.md. What the texts of the fields leave open:
 
     Args:
-        teacher: "model", in this process; "cache", what `liger-trainer cache` wrote down of one (docs/cache.md);
-            "self", the student without its adapters; "server", one that answers `/v1/completions`.
-        teachers: several teachers: a list of dictionaries with `name`, and `teacher_model_name_or_path` (unless the
+        teacher: "model"; "cache", what `liger-trainer cache` wrote down of one (docs/cache.md); "self", the student
+            without its adapters; "server", one that answers `/v1/completions`.
+        teachers: a list of dictionaries with `name`, and `teacher_model_name_or_path` (unless the
             trainer is given a model of that name) or `teacher: self`. Each may have `weight` (default 1), `routes`, and
-            fields of its own: `teacher_model_revision`, `teacher_model_init_kwargs`, `teacher_tokenizer_name_or_path`,
+            its own fields: `teacher_model_revision`, `teacher_model_init_kwargs`, `teacher_tokenizer_name_or_path`,
             and those about placement.
         teacher_model_name_or_path: the teacher, when it is not given to the trainer: a model directory or hub id. With
             a cache: the one it must have been captured from, if named.
-        teacher_model_revision: its branch, tag or commit.
-        teacher_model_init_kwargs: keywords for its `from_pretrained`. dtype defaults to that of the run: bfloat16
+        teacher_model_init_kwargs: keywords for its `from_pretrained`. dtype defaults to the run's: bfloat16
             with `bf16`, float16 with `fp16`, else float32.
-        teacher_cache_dir: the directory of a cache. `liger-trainer cache` writes it.
-        verify_teacher_cache: read the whole cache and compare its checksums before training.
         cache_kind, cache_entries, cache_tail_draws, cache_bits, cache_shard_mb: what is captured: "topk", the likeliest
             tokens and the mass of the rest, "sampled", tokens drawn from the teacher, or "hidden", its last hidden
             states and its head; how many tokens (default 64 likeliest, 12 drawn); of "topk", how many are drawn from
@@ -112,20 +112,8 @@ class TeacherConfig:
             the divergences are added up, each times its weight.
         teacher_prompt, teacher_prompt_column: what the teacher reads before each row and the student does not, or the
             column of the rows that has it (docs/extras.md).
-        teacher_tokenizer_name_or_path: where the teacher's tokenizer is, if not beside the teacher.
-        teacher_dtype: dtype of the teacher's weights. Default: that of the run.
-        teacher_load_in_4bit, teacher_load_in_8bit: quantise its weights with bitsandbytes.
-        teacher_device: where it lives, such as "cuda:1" or "cpu". Default: with the student.
-        teacher_offload: keep its weights in CPU memory and bring them to the device layer by layer.
-        teacher_server_base_url: such as "http://localhost:8000/v1"; or a list of servers of one model, which share the
-            requests, and take over those of one that fails.
-        teacher_server_model: the model's name there.
-        teacher_server_protocol: "vllm", with `prompt_logprobs`, or "echo", with `echo` and `logprobs`.
-        teacher_server_top_k: likeliest tokens asked for at each position.
-        teacher_server_api_key_env: the environment variable that holds the key.
+        teacher_server_base_url: several servers of one model share the requests, and take over those of one that fails.
         teacher_server_timeout: seconds that one request may take to connect, or without a byte of the answer.
-        teacher_server_retries: further attempts after one that failed for a reason that may pass.
-        teacher_server_concurrency: requests under way at a time.
     """
 
     teacher: str = option(
@@ -284,7 +272,7 @@ class TeacherConfig:
     )
     cache_shard_mb: int = option(64, "MiB of a shard of the cache.", ge=1)
 
-    if TYPE_CHECKING:  # the fields of SFTConfig, which stands beside this class in LigerDistillConfig
+    if TYPE_CHECKING:  # the fields of SFTConfig, which stands next to this class in LigerDistillConfig
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -292,13 +280,8 @@ class TeacherConfig:
         """Raise ValueError for an entry of `teachers` that is wrong."""
         if isinstance(self.teachers, str):
             self.teachers = json.loads(self.teachers)
-        if self.teachers is not None:
-            entries_of(self)
-        self._keep_to_one_gpu()
-
-    def _keep_to_one_gpu(self) -> None:
-        """Keep the student off the teacher's GPU: transformers would spread one process over all GPUs it sees."""
-        entries = entries_of(self) if self.teachers else []
+        entries = [] if self.teachers is None else entries_of(self)
+        # Keep the student off the teacher's GPU: transformers would spread one process over all GPUs it sees.
         devices = [self.teacher_device, *(entry.args.teacher_device for entry in entries)]
         if any(str(device).startswith("cuda") for device in devices) and getattr(self, "n_gpu", 1) > 1:
             use_one_gpu(self)
@@ -324,6 +307,7 @@ def entries_of(args: Any, names: Mapping[str, Any] | None = None) -> list[Teache
     if not isinstance(listed, list) or not listed:
         raise ValueError(f"teachers must be a list such as [{{name: math, weight: 0.7, ...}}], got {listed!r}.")
     entries = [_entry(args, entry) for entry in listed]
+    # A route that two of them claim would be decided by their order; a name is the route of those without any.
     claimed: dict[str, str] = {}
     for entry in entries:
         for value in (entry.name, *(entry.routes if args.teacher_column else ())):
@@ -351,13 +335,17 @@ def _entry(args: Any, entry: Any) -> TeacherEntry:
         raise ValueError(
             f"teachers: {name} is the student: leave {', '.join(sorted(set(entry) & set(OF_ONE_TEACHER)))} out."
         )
+    # An entry is checked, loaded and placed as if it were the only teacher.
     entry_args = copy(args)
     entry_args.teachers = entry_args.teacher_column = None
     entry_args.teacher = kind
     for key in OF_ONE_TEACHER:
         if key in entry:
             setattr(entry_args, key, entry[key])
-    _check_placement(entry_args)
+    check_values({"teacher_dtype": entry_args.teacher_dtype}, TeacherConfig)
+    for key, message in clashes(OptionValues(vars(entry_args), ()), _PLACEMENT_CONFLICTS):
+        raise ValueError(f"{key}: {message}")
+    # Values of a column are compared as text: YAML reads `routes: [1, 2]` as numbers, and a CSV's column may be either.
     return TeacherEntry(name, float(weight), tuple(str(value) for value in routes or [name]), entry_args)
 
 
@@ -370,7 +358,7 @@ def teacher_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def is_its_own_teacher(values: Mapping[str, Any]) -> bool:
-    """Return whether the student teaches, alone or among several; False where `teachers` is wrong."""
+    """Return whether the student teaches, as the only one or among several; False where `teachers` is wrong."""
     args = SimpleNamespace(**values)
     if getattr(args, "teachers", None) is None:
         return getattr(args, "teacher", None) == "self"
@@ -396,12 +384,6 @@ def placed(args: Any) -> str | None:
     return next((name for name in PLACEMENT if getattr(args, name)), None)
 
 
+# ways of keeping a teacher that exclude each other
 _KEPT_BY = {*PLACEMENT, "teacher_model_init_kwargs"}
 _PLACEMENT_CONFLICTS = [conflict for conflict in conflicts_of(TeacherConfig) if set(conflict.reads) <= _KEPT_BY]
-
-
-def _check_placement(args: Any) -> None:
-    """Raise ValueError for ways of keeping a teacher that exclude each other."""
-    check_values({"teacher_dtype": args.teacher_dtype}, TeacherConfig)
-    for key, message in clashes(OptionValues(vars(args), ()), _PLACEMENT_CONFLICTS):
-        raise ValueError(f"{key}: {message}")

@@ -38,7 +38,7 @@ class ConnectionOptions:
 
 
 class _Server:
-    """One of the servers, and how it does: what is under way there, and until when it is left alone."""
+    """One of the servers, and how it does: what is under way there, and until when it gets no requests."""
 
     def __init__(self, url: str):
         try:
@@ -85,6 +85,7 @@ class Connection:
         questions = list(questions)
         if not questions:
             return []
+        # made for each batch, so that nothing outlives it: an error would else leave threads that still ask
         pool = ThreadPoolExecutor(min(self.options.concurrency, len(questions)))
         try:
             return list(pool.map(ask, questions))
@@ -123,6 +124,7 @@ class Connection:
                 return self._sent(server, request, most)
             except _TransientError as error:
                 left.remove(server)
+                # also where it did not ask for a pause: the others are tried first
                 server.alone_until = time.monotonic() + (LONGEST_PAUSE if error.after is None else error.after)
                 if not left:
                     raise
@@ -132,7 +134,7 @@ class Connection:
                     server.under_way -= 1
 
     def _taken(self, servers: Sequence[_Server]) -> _Server:
-        """Choose one that is not left alone, if there is one, with the fewest requests under way, and count this."""
+        """Choose one that is not being spared, if there is one, with the fewest requests under way, and count this."""
         with self._lock:
             now = time.monotonic()
             server = min(servers, key=lambda each: (each.alone_until > now, each.under_way))
@@ -188,7 +190,7 @@ class Connection:
 
 
 class _TransientError(Exception):
-    """A failure that may not come again. `after`: seconds that the server wants to be left alone."""
+    """A failure that may not come again. `after`: seconds that the server wants to be spared."""
 
     def __init__(self, message: str, after: float | None = None):
         super().__init__(message)
@@ -279,9 +281,6 @@ class CompletionsServer(Connection):
 
     options: ServerOptions
 
-    def __init__(self, options: ServerOptions, pause: Callable[[float], None] = time.sleep):
-        super().__init__(options, pause)
-
     def ask(self, questions: Sequence[Question]) -> list[TopTokens]:
         """Return the answers in the order of the questions. The first error ends them all."""
         return self.for_each(self._ask, questions)
@@ -293,6 +292,7 @@ class CompletionsServer(Connection):
 
     def _ask(self, question: Question, only: Any = None) -> TopTokens:
         entries = (len(question.ids) + 1) * (self.options.top_k + 1)
+        # more than that is no answer, and would fill the memory before it is parsed
         answer = self.post(self._request(question.ids), 2**20 + entries * BYTES_PER_ENTRY, only)
         read = _read_vllm if self.options.protocol == "vllm" else _read_echo
         try:
@@ -323,7 +323,7 @@ class CompletionsServer(Connection):
             likeliest = sorted(entries.items(), key=lambda item: -item[1])[:k]
             ids[row], log_probs[row] = zip(*likeliest, strict=True)
             labels[row] = entries[question.ids[place]]
-        self._check_log_probs(log_probs)
+        self._check_log_probs(log_probs)  # a server that gives logits, or scores of its sampler, shows here
         return TopTokens(ids, log_probs, labels)
 
     def _check_log_probs(self, log_probs: np.ndarray) -> None:

@@ -1,7 +1,7 @@
 """Several teachers: all of them teach each row, by weight; or a column of the rows names the teacher of each.
 
 The column does not survive TRL's packing, so a document's key says which teacher it has. Where each row of a batch is
-one of the dataset, its teacher is told by the row, and stays the same when its completion is sampled anew.
+one of the dataset, its teacher is told by the row, and stays the same when its completion is sampled again.
 """
 
 from collections.abc import Iterator, Mapping
@@ -51,11 +51,12 @@ class EnsembleTeacher(Teacher):
             entries = entries_of(args, given)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        # A name that no entry has would be a teacher that nobody asks.
         models = [entry.name for entry in entries if entry.args.teacher == "model"]
         if unknown := [name for name in given or () if name not in models]:
             raise ConfigError(
                 f"teacher_model has a teacher {unknown[0]!r}, and args.teachers has models for "
-                f"{', '.join(models)} alone."
+                f"{', '.join(models)} and no other."
             )
         self.entries = {entry.name: entry for entry in entries}
         self.teachers = {entry.name: _teacher(entry, given) for entry in entries}
@@ -83,6 +84,7 @@ class EnsembleTeacher(Teacher):
                     f"Row {document.row} of the {name} dataset has {value!r} in the column {self._column!r}, and no "
                     f"teacher is of that name or route. Known: {', '.join(self._index)}."
                 )
+            # By the key that the document has after truncation: packed rows hold it in that form.
             ids, labels = cut(document.input_ids), cut(document.labels)
             if self._routes.setdefault(row_key(ids, labels), route) != route:
                 names = list(self.entries)
@@ -96,6 +98,7 @@ class EnsembleTeacher(Teacher):
         names = list(self.entries)
         return {
             "teachers": ", ".join(sorted(names)),
+            # which teacher has which rows: a training that goes on must not change that
             "rows of each": data_fingerprint(key + names[route].encode() for key, route in self._routes.items()),
             **{f"teacher {name}": teacher.fingerprints() for name, teacher in self.teachers.items()},
         }
@@ -116,8 +119,11 @@ class EnsembleTeacher(Teacher):
         return collator if self._column is None else RouteCollator(collator, self._routes)
 
     def prepare(self, trainer: DistillHost) -> int:
+        # Sharded weights are gathered in each pass, so a rank whose batch has no token of a teacher reads it all the
+        # same: the others would wait for it.
         self._all_read = bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
         sizes = [teacher.prepare(trainer) for teacher in self.teachers.values()]
+        # What all of them can read, and what each shares with the student.
         self.reads = min((each.reads for each in self.teachers.values() if each.reads is not None), default=None)
         self.unshared = frozenset().union(*(each.unshared for each in self.teachers.values()))
         return min(sizes)
@@ -126,10 +132,11 @@ class EnsembleTeacher(Teacher):
         routes, present = inputs.pop(ROUTES, None), inputs.pop(PRESENT, None)
         shares = []
         for i, (name, teacher) in enumerate(self.teachers.items()):
+            # One of them always answers: a batch without any token of a teacher has a loss of 0, but still a graph.
             reads = present is None or self._all_read or i in (present or (0,))
             if reads:
                 taught = None if routes is None else (routes == i).expand(inputs["input_ids"].shape)
-                known: Any = teacher.answer(dict(inputs))
+                known: Any = teacher.answer(dict(inputs))  # a copy, since a teacher takes out what only it needs
                 shares.append(WeightedAnswer(name, known, self.entries[name].weight, taught))
         return SeveralAnswers(shares, tuple(self.teachers), routed=routes is not None)
 
@@ -165,6 +172,7 @@ class RouteCollator(DocumentCollator):
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super().__call__(examples)
+        # Packed or padding-free: several documents in one row of the batch, so `columns` has told them by position.
         if any("seq_lengths" in example for example in examples) or len(batch["input_ids"]) != len(examples):
             return batch
         rows = [(example["input_ids"], example.get("labels", example["input_ids"])) for example in examples]
@@ -173,6 +181,7 @@ class RouteCollator(DocumentCollator):
 
     def look_up(self, key: bytes, tokens: int) -> torch.Tensor | None:
         route = self.routes.get(key)
+        # at least one, which a row that predicts nothing shows its teacher by
         return None if route is None else torch.full((max(tokens, 1),), route)
 
     def columns(self, answers: list[torch.Tensor], predicts: torch.Tensor) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def make_teacher(args: TeacherConfig, teacher_model: GivenTeacher, rows_for_read
         return CachedTeacher(args, teacher_model)
     if args.teacher != "model" and teacher_model is not None:
         raise ConfigError(f"teacher={args.teacher!r} takes no model: leave teacher_model and its name in args out.")
+    # Around another teacher, which reads the row with the prompt before it.
     if args.teacher_prompt or args.teacher_prompt_column:
         if args.teacher == "server":
             raise ConfigError("teacher_prompt: the teacher must be in this process, not on a server.")

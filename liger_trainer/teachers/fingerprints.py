@@ -42,6 +42,8 @@ def rows_fingerprint(dataset: Dataset) -> str:
 
 
 def _digest_column(digest: Any, array: Any) -> None:
+    # Lengths and values are hashed as int64: datasets stores the same numbers in several widths, chunks and kinds of
+    # lists, by how the rows were made.
     if pa.types.is_integer(array.type) and not array.null_count:
         digest.update(np.ascontiguousarray(array.to_numpy(zero_copy_only=False), dtype="<i8").data)
     elif (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)) and not array.null_count:
@@ -82,11 +84,6 @@ def _json_sha256(content: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def weights_fingerprint(model: nn.Module) -> str:
-    """Hash a state dict as it is in memory; another dtype gives another hash."""
-    return _weights_sha256(sorted(model.state_dict().items()))
-
-
 def sampled_fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str | None:
     """Hash evenly spaced elements of each weight, rounded to bfloat16.
 
@@ -110,11 +107,10 @@ def _sample(weight: Tensor) -> Tensor:
 
 def teacher_fingerprint(teacher: nn.Module | str, args: Any) -> str:
     """Hash a model in memory, or the files of a named one at its `teacher_model_revision` and `gguf_file`."""
-    if not isinstance(teacher, str):
-        return weights_fingerprint(teacher)
-    return files_fingerprint(
-        teacher, args.teacher_model_revision, (args.teacher_model_init_kwargs or {}).get("gguf_file")
-    )
+    if not isinstance(teacher, str):  # as it is in memory: another dtype gives another hash
+        return _weights_sha256(sorted(teacher.state_dict().items()))
+    gguf_file = (args.teacher_model_init_kwargs or {}).get("gguf_file")
+    return files_fingerprint(teacher, args.teacher_model_revision, gguf_file)
 
 
 def files_fingerprint(name: str, revision: str | None = None, gguf_file: str | None = None) -> str:
@@ -127,6 +123,7 @@ def files_fingerprint(name: str, revision: str | None = None, gguf_file: str | N
         ConfigError: the weights are not on this machine.
     """
     folder = _folder(name, revision)
+    # Adapters are nothing without their base, whose weights may have changed under the same name.
     if gguf_file is None and (adapter := adapter_at(folder)) is not None:
         settings = _settings(json.loads((folder / ADAPTER).read_text(encoding="utf-8")))
         parts = [
@@ -141,6 +138,8 @@ def files_fingerprint(name: str, revision: str | None = None, gguf_file: str | N
 def _files_sha256(folder: Path, files: list[Path]) -> str:
     if not files or not all(file.is_file() for file in files):
         raise ConfigError(f"No weights were found in {folder} (safetensors, .bin or .gguf).")
+    # By tensors and not by files, so that a model which is saved in other shards stays the same. GGUF packs them in its
+    # own way, so there the files are hashed.
     if files[0].suffix == ".safetensors":
         return _weights_sha256(_safetensors(files))
     if files[0].suffix == ".bin":

@@ -1,6 +1,7 @@
 """`teacher: model`: a causal LM, frozen and in eval mode, whose layers are patched too, and where its weights live."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,14 @@ from ..plugins import KEEPS_ROWS, load
 from .base import DistillHost, Teacher, check_apart, patch_layers, teacher_logits, without_labels
 from .config import OF_LOADING, TeacherConfig, placed
 from .fingerprints import describe_frozen_model
-from .own_images import OwnImages, collator_of_images, draws_alike, moved, own_inputs, processor_of
+from .own_images import (
+    OwnImages,
+    at_student_positions,
+    collator_of_images,
+    own_inputs,
+    processor_of,
+    same_image_processing,
+)
 from .vocabulary import (
     Vocabulary,
     announce_other_template,
@@ -76,8 +84,8 @@ def shard(teacher: PreTrainedModel, accelerator: Any, like: nn.Module | None = N
     """Share a frozen model's weights out over the ranks, as accelerate's FSDP plugin says.
 
     By FSDP2 each decoder layer is a unit: TRL's `prepare_fsdp` makes one of the whole model, of which each rank would
-    then hold every weight during a pass. The head is one, too, where that of `like`, the
-    student, is kept sharded.
+    then hold every weight during a pass. The head is one, too, where the head of `like`, the student, is kept
+    sharded.
     """
     plugin = accelerator.state.fsdp_plugin
     if plugin.fsdp_version == 1:
@@ -110,7 +118,7 @@ def check_alike(fingerprints: dict[str, Any], name: str) -> None:
     if any(there != everywhere[0] for there in everywhere):
         raise ConfigError(
             f"{name}: its weights are not the same in all processes, which are about to share them out. With "
-            f"{RAM_EFFICIENT}=true, some releases of transformers load a model in the first process alone. Give the "
+            f"{RAM_EFFICIENT}=true, some releases of transformers load a model only in the first process. Give the "
             "teacher by its name, or load it with that off (fsdp_cpu_ram_efficient_loading: false for accelerate)."
         )
 
@@ -132,21 +140,21 @@ def _load_kwargs(args: TeacherConfig) -> dict[str, Any]:
         kwargs["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
     if args.teacher_offload:
         kwargs["device_map"] = None
-    elif stays(args):
+    elif keeps_device(args):
         kwargs["device_map"] = {"": args.teacher_device or str(args.device)}
     elif args.world_size > 1:  # TRL's default would spread it over all GPUs that a process sees
         kwargs.setdefault("device_map", None)
     return kwargs
 
 
-def stays(args: TeacherConfig) -> bool:
+def keeps_device(args: TeacherConfig) -> bool:
     """Return whether the trainer leaves the teacher where it was loaded."""
     return any(getattr(args, name) for name in STAYS)
 
 
 def check_processes(args: TeacherConfig, processes: int, fsdp: bool, deepspeed: bool) -> None:
     """Raise ConfigError where a place names another device in each process, or the engine decides on it."""
-    if not stays(args):
+    if not keeps_device(args):
         return
     name = next(name for name in STAYS if getattr(args, name))
     if fsdp and args.teacher_offload:
@@ -159,7 +167,7 @@ def check_processes(args: TeacherConfig, processes: int, fsdp: bool, deepspeed: 
     if processes > 1 and args.teacher_device is not None and torch.device(args.teacher_device).index is not None:
         raise ConfigError(
             f"teacher_device={args.teacher_device!r} would be the same for all {processes} processes. Leave it out, "
-            "and each has its teacher beside its student; or train in one process."
+            "and each has its teacher next to its student; or train in one process."
         )
 
 
@@ -173,14 +181,14 @@ def stream_weights(model: Any, device: torch.device | str) -> None:
     """
     backbone = model.base_model
     if backbone is model or output_module(model) is None:
-        raise ConfigError(f"teacher_offload: {type(model).__name__} has no backbone beside its output head.")
+        raise ConfigError(f"teacher_offload: {type(model).__name__} has no backbone besides its output head.")
     cpu_offload(backbone, execution_device=torch.device(device))
     for child in model.children():
         if child is not backbone:
             child.to(device)
 
 
-class Carrier:
+class LogitsMover:
     """Bring a frozen teacher's deferred logits to another device. The head is copied there once."""
 
     def __init__(self) -> None:
@@ -190,7 +198,10 @@ class Carrier:
         if not isinstance(logits, DeferredLogits):
             return logits.to(device)
         if self._head is None:
-            self._head = _head_on(logits.head, device)
+            head = logits.head.detached()
+            bias = None if head.bias is None else head.bias.to(device)
+            lora = tuple(adapter._replace(a=adapter.a.to(device), b=adapter.b.to(device)) for adapter in head.lora)
+            self._head = Head(head.weight.to(device), bias, lora)
         teacher_device, project = logits.device, logits.project
         return replace(
             logits,
@@ -198,14 +209,6 @@ class Carrier:
             head=self._head,
             project=lambda hidden: project(hidden.to(teacher_device)).to(device),
         )
-
-
-def _head_on(head: Head, device: torch.device) -> Head:
-    def there(x: Any) -> Any:
-        return None if x is None else x.detach().to(device)
-
-    lora = tuple(adapter._replace(a=there(adapter.a), b=there(adapter.b)) for adapter in head.lora)
-    return Head(there(head.weight), there(head.bias), lora)
 
 
 class ModelTeacher(Teacher):
@@ -220,17 +223,20 @@ class ModelTeacher(Teacher):
     def __init__(self, args: TeacherConfig, teacher: PreTrainedModel | str, name: str = "teacher"):
         self._args, self._teacher, self._name = args, teacher, name
         self._accelerator: Any = None
-        self._carry = Carrier()
+        self._carry = LogitsMover()
         self._vocabulary: Vocabulary | None = None
         self._padding_is_beyond = False
         self._fingerprints: dict[str, Any] = {}
         self._sees_images = False
         self._sliced: SlicedRows | None = None
 
+    @functools.cached_property
+    def _own_tokenizer(self) -> Any:
+        return teacher_tokenizer(self._teacher, **options_of_teacher(self._teacher, self._args))
+
     def see(self, dataset: Any, tokenizer: Any, name: str) -> None:
         if name == "train" and self.tokenizer is None:
-            of_teacher = teacher_tokenizer(self._teacher, **options_of_teacher(self._teacher, self._args))
-            announce_other_template(dataset, tokenizer, of_teacher, self._name)
+            announce_other_template(dataset, tokenizer, self._own_tokenizer, self._name)
 
     def collator(self, collator: Any) -> Any:
         """Return a collator that makes the teacher's rows too, where its processor draws images otherwise."""
@@ -238,7 +244,7 @@ class ModelTeacher(Teacher):
         if images is None:
             return collator
         self._sees_images, own = True, self.processor_beside()
-        if own is None or draws_alike(images.processor, own):
+        if own is None or same_image_processing(images.processor, own):
             return collator
         if self._args.loss_plan().of("hidden"):
             raise ConfigError(
@@ -250,7 +256,7 @@ class ModelTeacher(Teacher):
         return OwnImages.around(collator, own)
 
     def processor_beside(self) -> Any:
-        """Return the teacher's processor: the one that was given, or the one beside the model; None without one."""
+        """Return the teacher's processor: the one that was given, or the one next to the model; None without one."""
         if self.processor is not None:
             return self.processor
         options = options_of_teacher(self._teacher, self._args)
@@ -268,24 +274,23 @@ class ModelTeacher(Teacher):
         check_apart(trainer.student, teacher)
         self._check_images(trainer.student, teacher)
         self._fingerprints = describe_frozen_model(teacher)  # before its weights are sharded or streamed
-        if (fsdp or deepspeed) and not stays(self._args):
+        # Each rank will keep its share of its own copy, so the copies must be the same.
+        if (fsdp or deepspeed) and not keeps_device(self._args):
             check_alike(self._fingerprints, self._name)
         if self._args.teacher_offload:
             announce(f"{self._name}: its layers are not patched: their weights are streamed.")
             patch_packed_attention(base_of(teacher), None, trainer.packed_rows)
         else:
             self.patched = patch_layers(teacher, trainer.patched.options, self._name, trainer.packed_rows)
-        self._sliced = self._of_slices(teacher) if trainer.shards_sequences() else None
+        if trainer.shards_sequences():
+            reason = why_not_sliced(base_of(teacher))
+            if reason is not None:
+                raise ConfigError(f"Sequence parallelism (sp_size > 1), {self._name}: {reason}.")
+            self._sliced = SlicedRows(base_of(teacher))
         vocab_size = self.vocabulary_size(trainer, teacher)
         teacher.requires_grad_(False).eval()
         self.model = self._placed(teacher, trainer)
         return vocab_size
-
-    def _of_slices(self, teacher: Any) -> SlicedRows:
-        reason = why_not_sliced(base_of(teacher))
-        if reason is not None:
-            raise ConfigError(f"Sequence parallelism (sp_size > 1), {self._name}: {reason}.")
-        return SlicedRows(base_of(teacher))
 
     def _check_images(self, student: Any, teacher: Any) -> None:
         if not self._sees_images:
@@ -311,22 +316,22 @@ class ModelTeacher(Teacher):
         vocabulary = with_heads(self._shared(trainer.tokenizer), trainer.student, teacher)
         announce(f"vocabulary: {vocabulary}")
         self.unshared, self.reads = vocabulary.unshared, embedding_rows(teacher)
-        # `check` refused rows with tokens of the student alone; only padding may be one of them.
+        # `check` refused rows with tokens that only the student has; only padding may be one of them.
         self._padding_is_beyond = any(i >= self.reads for i in vocabulary.student_only)
         return vocabulary.size
 
     def _shared(self, tokenizer: Any) -> Vocabulary:
         if self._vocabulary is None:
-            of_teacher = teacher_tokenizer(self._teacher, **options_of_teacher(self._teacher, self._args))
-            self._vocabulary = compare_tokenizers(tokenizer, of_teacher)
+            self._vocabulary = compare_tokenizers(tokenizer, self._own_tokenizer)
         return self._vocabulary
 
     def _placed(self, teacher: PreTrainedModel, trainer: DistillHost) -> nn.Module:
+        # Weights live as the student's do: under its engine, next to it, or where `args` say.
         if trainer.is_deepspeed_enabled:
             return prepare_deepspeed(teacher, self._accelerator)
-        if trainer.is_fsdp_enabled and not stays(self._args):
+        if trainer.is_fsdp_enabled and not keeps_device(self._args):
             return shard(teacher, self._accelerator, like=base_of(trainer.student))
-        if not stays(self._args):
+        if not keeps_device(self._args):
             return self._accelerator.prepare_model(teacher, evaluation_mode=True)
         if self._args.teacher_offload:
             stream_weights(teacher, self._accelerator.device)
@@ -336,9 +341,10 @@ class ModelTeacher(Teacher):
         """Return deferred logits: hidden states, and the head that makes logits of them."""
         own = own_inputs(inputs)
         if own is not None:
-            return moved(self.logits(**own[0]), own[1])
+            return at_student_positions(self.logits(**own[0]), own[1])
         read = without_labels(inputs)
         if self._padding_is_beyond and self.reads is not None:
+            # padding of the student's that the teacher has no row for; nothing is learned there
             read["input_ids"] = read["input_ids"].clamp(max=self.reads - 1)
         slices = self._sliced if "shift_labels" in inputs else None  # evaluations read whole rows
         with contextlib.nullcontext() if slices is None else slices.gathered():
@@ -347,7 +353,7 @@ class ModelTeacher(Teacher):
     def logits(self, **read: Any) -> Logits:
         """Return the logits on the device of `input_ids`, wherever the teacher lives."""
         base = self._accelerator.unwrap_model(self.model)
-        if not stays(self._args):
+        if not keeps_device(self._args):  # who prepared it has seen to the run's mixed precision
             return teacher_logits(self.model, base, **read)
         here, there = read["input_ids"].device, device_of(base)
         with self._accelerator.autocast():

@@ -22,7 +22,7 @@ OF_TEACHER, PLACES = "teacher_reads/", "teacher_reads/places"  # of keys in a ba
 
 
 def processor_of(model: Any, revision: str | None = None, **options: Any) -> ProcessorMixin | None:
-    """Return the processor beside a model (a directory, a hub id, or a model loaded from either); None without one.
+    """Return the processor next to a model (a directory, a hub id, or a model loaded from either); None without one.
 
     For adapters that were saved without one it is their base's.
 
@@ -45,7 +45,7 @@ def processor_of(model: Any, revision: str | None = None, **options: Any) -> Pro
 
 
 def take_processor(teacher: Any, processor: Any) -> None:
-    """Give a teacher the processor that it has instead of the one beside its model.
+    """Give a teacher the processor that it has instead of the one next to its model.
 
     Raises:
         ConfigError: it is none, or the teacher is no single model in this process.
@@ -55,16 +55,18 @@ def take_processor(teacher: Any, processor: Any) -> None:
             f"teacher_processor: expected a processor of images and text, got {type(processor).__name__}."
         )
     if not hasattr(teacher, "processor_beside"):
-        raise ConfigError("teacher_processor is that of one teacher, a model in this process. Leave it out.")
+        raise ConfigError("teacher_processor is of one teacher, a model in this process. Leave it out.")
     teacher.processor = processor
 
 
-def draws_alike(one: Any, other: Any) -> bool:
+def same_image_processing(one: Any, other: Any) -> bool:
     """Return whether two processors make the same of images: pixels, tiles, placeholders."""
     return type(one) is type(other) and _drawing(one) == _drawing(other)
 
 
 def _drawing(processor: Any) -> dict[str, Any]:
+    # What decides how many placeholders an image gets. Chat templates may differ: a teacher that draws alike reads the
+    # student's rows.
     plain = {name: value for name, value in vars(processor).items() if isinstance(value, int | float | str)}
     return {**plain, "chat_template": None, "image_processor": processor.image_processor.to_dict()}
 
@@ -104,7 +106,7 @@ class OwnImages:
         return cls(collator, theirs)
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        theirs: Any = self.of_teacher([dict(row) for row in rows])
+        theirs: Any = self.of_teacher([dict(row) for row in rows])  # copies, since both collators get these rows
         batch = self.collator(rows)
         labels = theirs.pop("labels")
         placeholder = placeholder_of(self.of_teacher.processor)
@@ -112,10 +114,11 @@ class OwnImages:
         places = torch.zeros_like(batch["labels"])
         for row, (learned, of_teacher) in enumerate(zip(batch["labels"], labels, strict=True)):
             here, there = _learned(learned), _learned(of_teacher)
+            # The teacher's row may be longer, where the student's was cut; what both learn must begin alike.
             if len(there) < len(here) or not torch.equal(learned[here], of_teacher[there[: len(here)]]):
                 raise DataError(
                     f"The processors of student and teacher write what is learned of a row as {len(here)} and "
-                    f"{len(there)} tokens that are not the same. Learn the answers alone: rows of prompt and "
+                    f"{len(there)} tokens that are not the same. Learn only the answers: rows of prompt and "
                     "completion, or assistant_only_loss: true. Images and their marks are never in an answer."
                 )
             places[row, here - 1] = there[: len(here)] - 1
@@ -143,7 +146,7 @@ def own_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor] | None:
     return {name.removeprefix(OF_TEACHER): inputs.pop(name) for name in names}, places
 
 
-def moved(logits: Any, places: Tensor) -> Any:
+def at_student_positions(logits: Any, places: Tensor) -> Any:
     """Return the teacher's logits at the student's positions (batch, length); those before learned tokens count."""
     rows = torch.arange(len(places), device=places.device)[:, None]
     return logits[rows, places]

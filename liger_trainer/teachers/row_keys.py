@@ -1,6 +1,6 @@
 """The key of a row: a digest of its tokens and labels.
 
-A row is known by its content alone, so it is found again after shuffling, in batches of another size, and inside a
+A row is known only by its content, so it is found again after shuffling, in batches of another size, and inside a
 packed row, whose `seq_lengths` say where one document ends and the next begins.
 """
 
@@ -41,6 +41,7 @@ class Document(NamedTuple):
 
 def row_key(input_ids: Any, labels: Any) -> bytes:
     """Hash a row's token ids and labels. The first label is never predicted, so it is left out."""
+    # the length first, so that ids and labels of rows of other lengths cannot run into one another
     digest = hashlib.blake2b(len(input_ids).to_bytes(8, "little"), digest_size=KEY_BYTES)
     digest.update(np.ascontiguousarray(input_ids, dtype="<i4").data)
     digest.update(np.ascontiguousarray(labels, dtype="<i4")[1:].data)
@@ -125,8 +126,6 @@ def _lists(column: Any) -> list[np.ndarray]:
     return [values[offsets[i] : offsets[i + 1]] for i in range(len(array))]
 
 
-# What collators of teachers share: they find each document of a batch by its content.
-#
 # TRL's packing and its collator keep token ids, labels and the lengths of what was packed, and no other column. So
 # what a teacher knows of a row cannot travel with the row; it is looked up by the row's key.
 
@@ -161,6 +160,7 @@ class DocumentCollator(ABC):
         documents = [document for example in examples for document in supervised_documents(example)]
         answers = [self._answer(ids, labels) for ids, labels in documents]
         predicts = pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX) != IGNORE_INDEX
+        # A collator that masks or cuts more than the rows say would put answers at other positions.
         in_rows, in_batch = sum(supervised_tokens(labels) for _, labels in documents), int(predicts.sum())
         if in_rows != in_batch:
             raise DataError(

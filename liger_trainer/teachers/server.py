@@ -1,11 +1,11 @@
 """`teacher: server`: a model that runs elsewhere and tells its likeliest tokens."""
 
+import functools
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
-from torch import Tensor
 
 from ..errors import ConfigError
 from ..losses.answers import SparseAnswer, TokenTargets
@@ -61,17 +61,24 @@ class ServerTeacher(Teacher):
         self._samples, self._rows = bool(args.samples), set[bytes]()
         self._known_bytes = 0
 
+    @functools.cached_property
+    def _own_tokenizer(self) -> Any:
+        """Return the teacher's where the configuration names it, since a server does not tell its own; else None."""
+        named = self._tokenizer
+        return teacher_tokenizer(None, named, trust_remote_code=self._trust_remote_code) if named else None
+
     def see(self, dataset: Any, tokenizer: Any, name: str) -> None:
-        if name == "train" and self._tokenizer:
-            named = teacher_tokenizer(None, self._tokenizer, trust_remote_code=self._trust_remote_code)
-            announce_other_template(dataset, tokenizer, named, "the teacher's server")
+        if name == "train":
+            announce_other_template(dataset, tokenizer, self._own_tokenizer, "the teacher's server")
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
         """Ask every server about the first tokens of the dataset, so that a faulty one shows before training."""
         self._shared(tokenizer).check_rows(dataset, name)
         rows = documents(dataset) if isinstance(dataset, Dataset) else iter(())
+        # the first token of a row is predicted by nothing, so one token is no question
         first = next((row for row in rows if len(row.input_ids) > 1), None)
         if self._samples and isinstance(dataset, Dataset):
+            # these come again each epoch; sampled completions do not, and would fill the memory
             self._rows.update(row.key for row in documents(dataset))
         if first is not None:
             ids = first.input_ids[:PROBED].tolist()
@@ -92,11 +99,8 @@ class ServerTeacher(Teacher):
         return check_student_vocabulary(trainer.student, size)
 
     def _shared(self, tokenizer: Any) -> Vocabulary:
-        """Compare tokenizers where the configuration names the teacher's: a server does not tell its own."""
         if self._vocabulary is None:
-            named = self._tokenizer
-            teachers = named and teacher_tokenizer(None, named, trust_remote_code=self._trust_remote_code)
-            self._vocabulary = compare_tokenizers(tokenizer, teachers)
+            self._vocabulary = compare_tokenizers(tokenizer, self._own_tokenizer)
         return self._vocabulary
 
     @property
@@ -109,6 +113,7 @@ class ServerTeacher(Teacher):
         stretches = _documents(inputs)
         answers = self._ask([list(row) for _, *row in stretches])
         shape, k = ids.shape, self.server.options.top_k
+        # On the CPU, where the answers are, and then to the device at once. -1: no entry.
         tokens = torch.full((*shape, k), -1, dtype=torch.int32)
         log_probs = torch.full((*shape, k), -torch.inf)
         labels = torch.zeros(shape)
@@ -117,11 +122,18 @@ class ServerTeacher(Teacher):
             tokens[row, places] = torch.from_numpy(answer.ids)
             log_probs[row, places] = torch.from_numpy(answer.log_probs)
             labels[row, places] = torch.from_numpy(answer.label_log_prob)
-        return SparseAnswer(_targets(tokens, log_probs, labels, ids.device), "bucket", self._vocab_size)
+        tokens, log_probs, labels = (x.to(ids.device) for x in (tokens, log_probs, labels))
+        top = tokens[..., 0].clamp(min=0)
+        targets = TokenTargets(tokens, log_probs, top, labels, entropy=None, unnamed=torch.zeros_like(labels))
+        return SparseAnswer(targets, "bucket", self._vocab_size)
 
     def _ask(self, rows: list[list[np.ndarray]]) -> list[TopTokens]:
         keys = [row_key(ids, labels) for ids, labels in rows]
-        new = {key: _question(*row) for key, row in zip(keys, rows, strict=True) if key not in self._known}
+        new: dict[bytes, Question] = {}
+        for key, (ids, labels) in zip(keys, rows, strict=True):
+            if key not in self._known:  # about the supervised tokens, with a prompt that ends at the last of them
+                places = (np.flatnonzero(labels[1:] != -100) + 1).tolist()
+                new[key] = Question(ids[: places[-1] + 1].tolist(), places)
         answers = dict(zip(new, self.server.ask(list(new.values())), strict=True))
         for key, answer in answers.items():
             self._check_ids(answer)
@@ -154,9 +166,10 @@ def _check_alike(answers: dict[str, TopTokens]) -> None:
 
 
 def _total_variation(ids: np.ndarray, log_probs: np.ndarray, other_ids: np.ndarray, other: np.ndarray) -> float:
-    """Return that of two lists of likely tokens, each with the rest as one more."""
+    """Return the total variation of two lists of likely tokens, each with the rest as one more."""
     p, q = (dict(zip(i.tolist(), np.exp(x).tolist(), strict=True)) for i, x in ((ids, log_probs), (other_ids, other)))
     both = p.keys() & q.keys()
+    # Tokens that only one list has count to the rest of both, whose share is known: a lower bound of the distance.
     lumped = [(p[token], q[token]) for token in both]
     lumped.append((1 - sum(p[token] for token in both), 1 - sum(q[token] for token in both)))
     return sum(abs(a - b) for a, b in lumped) / 2
@@ -174,20 +187,9 @@ def _documents(inputs: dict[str, Any]) -> list[tuple[tuple[int, np.ndarray], np.
     documents_in_batch = []
     for row in range(len(ids)):
         read = np.arange(ids.shape[1]) if mask is None else np.flatnonzero(mask[row])
+        # the first start is the row's own, at which nothing is to be split
         starts = np.flatnonzero(positions[row, read] == 0)[1:] if positions is not None else []
         for at in np.split(read, starts):
             if (labels[row, at][1:] != -100).any():
                 documents_in_batch.append(((row, at), ids[row, at], labels[row, at]))
     return documents_in_batch
-
-
-def _question(ids: np.ndarray, labels: np.ndarray) -> Question:
-    """Ask about the supervised tokens, with a prompt that ends at the last of them."""
-    places = (np.flatnonzero(labels[1:] != -100) + 1).tolist()
-    return Question(ids[: places[-1] + 1].tolist(), places)
-
-
-def _targets(ids: Tensor, log_probs: Tensor, labels: Tensor, device: torch.device) -> TokenTargets:
-    ids, log_probs, labels = (x.to(device) for x in (ids, log_probs, labels))
-    top = ids[..., 0].clamp(min=0)
-    return TokenTargets(ids, log_probs, top, labels, entropy=None, unnamed=torch.zeros_like(labels))

@@ -26,7 +26,7 @@ COMPARED, SHOWN_TEXT = 8, 40  # chats whose templates are compared, and characte
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The shared ids, 0 to `size` - 1, and what either side has beside them.
+    """The shared ids, 0 to `size` - 1, and what either side has besides them.
 
     Attributes:
         size: the number of shared ids.
@@ -52,11 +52,11 @@ class Vocabulary:
         ]
         return f"{self.size:,} tokens, {how}" + (f"; left out of the loss: {', '.join(cut)}" if cut else "")
 
-    def _cut(self, side: str, alone: dict[int, str], rows: int | None) -> list[str]:
-        end = max([self.size, *(i + 1 for i in alone)])
+    def _cut(self, side: str, unshared: dict[int, str], rows: int | None) -> list[str]:
+        end = max([self.size, *(i + 1 for i in unshared)])
         parts = []
-        if alone:
-            parts.append(f"{_count(alone, 'token')} of the {side}'s alone ({_named(alone)})")
+        if unshared:
+            parts.append(f"{_count(unshared, 'token')} that only the {side} has ({_named(unshared)})")
         if rows is not None and rows > end:
             parts.append(f"{_count(range(end, rows), 'row')} of padding in the {side}'s head ({_ids(end, rows)})")
         return parts
@@ -80,11 +80,12 @@ class Vocabulary:
                 f"whether the {name} dataset uses them cannot be known, because its rows come on the way. Load it "
                 "whole, and tokenized where skip_prepare_dataset is set."
             )
-        alone, found = np.array(sorted(self.student_only)), np.zeros(len(self.student_only), dtype=np.int64)
+        unknown, found = np.array(sorted(self.student_only)), np.zeros(len(self.student_only), dtype=np.int64)
+        # In Arrow, since Python lists of all rows would take far longer.
         for table in dataset.with_format("arrow").iter(1000):
             ids = table["input_ids"].combine_chunks().values.to_numpy(zero_copy_only=False)
-            found += np.bincount(np.searchsorted(alone, ids[np.isin(ids, alone)]), minlength=len(alone))
-        used = {int(i): self.student_only[int(i)] for i in alone[found > 0]}
+            found += np.bincount(np.searchsorted(unknown, ids[np.isin(ids, unknown)]), minlength=len(unknown))
+        used = {int(i): self.student_only[int(i)] for i in unknown[found > 0]}
         if used:
             raise DataError(
                 f"The {name} dataset uses {_count(used, 'token')} that the teacher's tokenizer does not have, "
@@ -102,9 +103,10 @@ def compare_tokenizers(student: Any, teacher: Any | None) -> Vocabulary:
         ConfigError: an id means different tokens, or they have no id in common.
     """
     ours = _by_id(student)
-    if teacher is None:
+    if teacher is None:  # no tokenizer is next to it: `with_heads` compares at least the sizes
         return Vocabulary(max(ours) + 1, False, {}, {})
     theirs = _by_id(teacher)
+    # Only ids that both have can contradict. Others are tokens that one of them was given later.
     both = ours.keys() & theirs.keys()
     different = sorted(i for i in both if ours[i] != theirs[i])
     if different or not both:
@@ -112,6 +114,7 @@ def compare_tokenizers(student: Any, teacher: Any | None) -> Vocabulary:
             f"id {i} is {ours[i]!r} for the student and {theirs[i]!r} for the teacher" for i in different[:SHOWN]
         )
         shown = "; ".join(examples)
+        # How many tokens are the same under other ids tells whether text could be aligned.
         students_tokens = set(ours.values())
         same = sum(token in students_tokens for token in theirs.values())
         raise ConfigError(
@@ -166,12 +169,13 @@ def tokenizer_size(tokenizer: Any) -> int:
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Return what ends a completion: the tokenizer's end of sequence, and what the model declares, as end of turn."""
     declared: Any = model.generation_config.eos_token_id if model.generation_config else None
+    # Chat models declare their end of turn, which is another token than the tokenizer's end of sequence.
     ends: list[Any] = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
     return sorted({token for token in ends if token is not None})
 
 
 def tokenizer_of(model: Any, revision: str | None = None, **options: Any) -> Any | None:
-    """Return the tokenizer beside a model (a directory, a hub id, or a model loaded from either); None without one.
+    """Return the tokenizer next to a model (a directory, a hub id, or a model loaded from either); None without one.
 
     For adapters that were saved without a tokenizer it is their base's.
 
@@ -179,6 +183,7 @@ def tokenizer_of(model: Any, revision: str | None = None, **options: Any) -> Any
         revision: of a hub id.
         **options: for `AutoTokenizer.from_pretrained`, such as trust_remote_code.
     """
+    # Where nothing is said, transformers would ask at a prompt, on every rank.
     options.setdefault("trust_remote_code", False)
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
     if not name:
@@ -198,7 +203,7 @@ def teacher_tokenizer(teacher: Any, named: str | None = None, **options: Any) ->
     """Return the tokenizer of a teacher, a model or its name.
 
     Args:
-        named: `teacher_tokenizer_name_or_path`, which replaces the one beside the teacher.
+        named: `teacher_tokenizer_name_or_path`, which replaces the one next to the teacher.
         **options: as for `tokenizer_of`.
 
     Raises:
@@ -224,6 +229,7 @@ def announce_other_template(rows: Any, student: Any, teacher: Any, name: str) ->
     own = getattr(teacher, "chat_template", None)
     if not own or own == student.chat_template:
         return
+    # Templates that differ only where these chats do not go are not told apart, and make no difference in these rows.
     for row in islice(rows, COMPARED):
         messages = row.get("messages") or row.get("prompt")
         if not isinstance(messages, list):

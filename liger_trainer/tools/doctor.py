@@ -1,12 +1,13 @@
-"""Report what `patch` would swap in a model and what it would leave alone, from its configuration, without weights."""
+"""Report what `patch` would swap in a model and what it would not, from its configuration, without weights."""
 
 import difflib
 import functools
 import inspect
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,9 +132,10 @@ def diagnose(config: Any, options: PatchOptions | None = None) -> PatchReport:
 
 def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) -> PatchReport:
     try:
+        # Shapes only: the largest families would not fit into memory.
         with torch.device("meta"):
             model = build(config)
-    except Exception as error:  # each family has checks of its own
+    except Exception as error:  # each family has its own checks
         if str(error).startswith("Unrecognized configuration class"):  # the message lists every class
             raise ConfigError(
                 f"transformers {transformers.__version__} has no causal LM for a {type(config).__name__}. "
@@ -141,6 +143,7 @@ def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) 
             ) from None
         raise ConfigError(f"The model of a {type(config).__name__} cannot be built: {_words(error)}") from None
     report = _report_of(model, options or PatchOptions())
+    # Its layers are patched by themselves: no labels reach them, so there is no loss to fuse.
     tower = vision_tower(model)
     if tower is not None:
         report.tower = _report_of(tower[1], replace(options or PatchOptions(), fused_linear_cross_entropy=False))
@@ -150,16 +153,13 @@ def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) 
 def _report_of(model: Any, options: PatchOptions) -> PatchReport:
     try:
         with Patched(model, options) as patched:
-            patched.report.classes = _swapped_classes(model)
+            # An attention is one where its rotation is swapped. Linear layers show in the layer around them.
+            layers = (x for x in model.modules() if x is not model and not hasattr(x, "in_features"))
+            swapped = (x for x in layers if _computes(x, "forward") or _computes(x, GATE))
+            patched.report.classes = {type(layer).__name__ for layer in swapped}
             return patched.report
     except NothingToPatch as nothing:
         return nothing.report
-
-
-def _swapped_classes(model: Any) -> set[str]:
-    """Name the classes of layers that have a method of ours. An attention is one where its rotation is swapped."""
-    layers = (module for module in model.modules() if module is not model and not hasattr(module, "in_features"))
-    return {type(layer).__name__ for layer in layers if _computes(layer, "forward") or _computes(layer, GATE)}
 
 
 def _computes(layer: Any, method: str) -> bool:
@@ -169,7 +169,7 @@ def _computes(layer: Any, method: str) -> bool:
 
 
 def class_of(config: Any) -> str | None:
-    """Return the class of the checkpoint if it has a causal-LM head, else that of the model type."""
+    """Return the class of the checkpoint if it has a causal-LM head, else the model type's."""
     for name in config.architectures or ():
         if _has_causal_lm_head(getattr(transformers, name, None)):
             return name
@@ -179,6 +179,7 @@ def class_of(config: Any) -> str | None:
 
 def other_classes() -> list[str]:
     """Name the classes of transformers with a causal-LM head that AutoModelForCausalLM does not make."""
+    # AutoModelForCausalLM is asked first, so that each class is reported once.
     causal_lms = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
     classes = [name for name in dir(transformers) if name[:1].isupper() and name not in causal_lms]
     return [name for name in classes if _has_causal_lm_head(getattr(transformers, name))]  # imports every model
@@ -196,24 +197,20 @@ def _has_causal_lm_head(model_class: Any) -> bool:
 
 def diagnose_all() -> list[Diagnosis]:
     """Diagnose every class with a causal-LM head, with its default configuration: families first, then the others."""
-    families = [_of_family(family, name) for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()]
-    return families + [_of_class(name) for name in other_classes()]
+    # Classes share families, such as a model of text and one that also reads images.
+    found = []
+    for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        found.append(_tried(family, name, partial(config_of, family), AutoModelForCausalLM.from_config))
+    for name in other_classes():
+        other: Any = getattr(transformers, name)
+        found.append(_tried(other.config_class.model_type, name, other.config_class, partial(new_model, other)))
+    return found
 
 
-def _of_family(family: str, class_name: str) -> Diagnosis:
+def _tried(family: str, class_name: str, config: Callable[[], Any], build: Any) -> Diagnosis:
     try:
-        return Diagnosis(family, class_name, _diagnosis_of(config_of(family), AutoModelForCausalLM.from_config))
-    except ConfigError as error:
-        return Diagnosis(family, class_name, problem=str(error))
-
-
-def _of_class(class_name: str) -> Diagnosis:
-    model_class: Any = getattr(transformers, class_name)
-    family = model_class.config_class.model_type
-    try:
-        build = functools.partial(new_model, model_class)
-        return Diagnosis(family, class_name, _diagnosis_of(model_class.config_class(), build))
-    except Exception as error:  # the configuration checks itself too
+        return Diagnosis(family, class_name, _diagnosis_of(config(), build))
+    except Exception as error:  # a configuration checks itself too
         return Diagnosis(family, class_name, problem=str(error) if isinstance(error, ConfigError) else _words(error))
 
 
@@ -261,7 +258,7 @@ def markdown_report(report: PatchReport) -> str:
 
 
 def markdown(diagnoses: Iterable[Diagnosis]) -> str:
-    """Write the tables of families and of other classes, and the layers that are left alone with the reasons."""
+    """Write the tables of families and of other classes, and the layers that stay as they are, with the reasons."""
     diagnoses = list(diagnoses)
     built = [d for d in diagnoses if d.report is not None]
     families, others = [d for d in built if d.name == d.family], [d for d in built if d.name != d.family]
@@ -320,27 +317,22 @@ def document(diagnoses: Iterable[Diagnosis]) -> str:
     """Write docs/models.md."""
     diagnoses = list(diagnoses)
     families = [d for d in diagnoses if d.name == d.family]
-    return "\n".join(
-        [
-            "# Models",
-            "",
-            "What [`patch`](patching.md) swaps in each causal-LM family of transformers "
-            f"{transformers.__version__}, with the family's default",
-            "configuration. There is no list of models in the code: layers are found by structure, and proved before "
-            "they are swapped. The",
-            "page is what this command prints:",
-            "",
-            "```bash",
-            "liger-trainer doctor --all --markdown",
-            "```",
-            "",
-            *_counted("families", families),
-            *_share_left_alone(families),
-            *_counted("other classes with a causal-LM head", [d for d in diagnoses if d.name != d.family]),
-            "",
-            markdown(diagnoses),
-        ]
-    )
+    others = [d for d in diagnoses if d.name != d.family]
+    counted = [*_counted("families", families), *_share_left_alone(families)]
+    counted += _counted("other classes with a causal-LM head", others)
+    return f"""# Models
+
+What [`patch`](patching.md) swaps in each causal-LM family of transformers {transformers.__version__}, with the family's default
+configuration. There is no list of models in the code: layers are found by structure, and proved before they are swapped. The
+page is what this command prints:
+
+```bash
+liger-trainer doctor --all --markdown
+```
+
+{chr(10).join(counted)}
+
+{markdown(diagnoses)}"""  # noqa: E501
 
 
 def _share_left_alone(diagnoses: list[Diagnosis]) -> list[str]:
@@ -350,7 +342,7 @@ def _share_left_alone(diagnoses: list[Diagnosis]) -> list[str]:
     total = len(swapped) + len(left)
     return [
         f"These families have {total} classes of norms, MLPs, experts and attention with a rotation: {len(left)} "
-        f"({100 * len(left) / max(total, 1):.0f} %) are left alone.",
+        f"({100 * len(left) / max(total, 1):.0f} %) are left alone."
     ]
 
 

@@ -36,13 +36,11 @@ class Piece:
 class SeenRow:
     """A row of the prepared training set. The loss is taken on supervised tokens."""
 
-    place: str
-    """where the row comes from; of a packed row, how many documents it holds"""
+    place: str  # where the row comes from; of a packed row, how many documents it holds
     documents: list[list[Piece]]
     tokens: int
     supervised: int
-    tokens_cut: int | None
-    """beyond `max_length`; None for packed rows, whose documents cannot be traced back"""
+    tokens_cut: int | None  # beyond `max_length`; None for packed rows, whose documents cannot be traced back
     supervised_cut: int | None
 
 
@@ -83,6 +81,7 @@ def preview(config: "RunConfig", data: "RunData", files: "ModelFiles", count: in
         DataError: no row has a supervised token.
     """
     args: Any = copy.copy(config.training_args())
+    # There is no model: nothing may be loaded, wrapped or pushed.
     args.model_init_kwargs, args.gradient_checkpointing, args.push_to_hub = None, False, False
     args.use_liger_kernel, args.report_to = False, []
     with tempfile.TemporaryDirectory() as folder, config.refusals("the trainer"):
@@ -141,9 +140,9 @@ def _pieces(tokenizer: Any, ids: list[int], supervised: list[bool]) -> Iterator[
     for end in range(1, len(ids) + 1):
         if end < len(ids) and supervised[end] == supervised[start]:
             continue
-        # A stretch decoded alone may lose its leading space, so texts of prefixes are subtracted.
+        # A stretch decoded by itself may lose its leading space, so texts of prefixes are subtracted.
         text = tokenizer.decode(ids[:end], **EXACT)
-        alone = not text.startswith(before)  # the stretch before ended within a character
-        piece = tokenizer.decode(ids[start:end], **EXACT) if alone else text[len(before) :]
+        separate = not text.startswith(before)  # the stretch before ended within a character
+        piece = tokenizer.decode(ids[start:end], **EXACT) if separate else text[len(before) :]
         yield Piece(piece, supervised[start])
         start, before = end, text

@@ -1,7 +1,7 @@
 """Check the outputs and gradients of the ops and of a small patched model, on the user's own device.
 
 The truth is plain torch in fp64 on the same numbers. An op passes if the error of each output and gradient is at most
-twice that of plain torch in the op's dtype, plus a floor of a few roundings. Two errors are bounded: the distance to
+twice plain torch's in the op's dtype, plus a floor of a few roundings. Two errors are bounded: the distance to
 the truth, and its part along the truth, where roundings cancel and a wrong factor does not. Each comparison is repeated
 with an error of 1 % planted in the op's result, to show that it would be seen.
 """
@@ -20,28 +20,22 @@ from ..kernels.runtime import use_triton
 from ..patching.patcher import patch
 from .selfcheck_cases import CHECKS, Check, Draw, Outputs
 
+# A few roundings of the dtype, for cases in which plain torch happens to be exact.
 FLOOR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 4e-3}  # of the distance
 PLANTED = 0.01
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output ("out0") or gradient ("d_x") of a check, with its errors relative to the truth, in L2.
-
-    Attributes:
-        error, bound: the distance to the truth, and its limit.
-        factor, factor_bound: the part along the truth, and its limit.
-        plain: the distance of plain torch.
-        sees_one_percent: whether it fails with 1 % planted.
-    """
+    """One output ("out0") or gradient ("d_x") of a check, with its errors relative to the truth, in L2."""
 
     tensor: str
-    error: float
+    error: float  # error, bound: the distance to the truth, and its limit
     bound: float
-    factor: float
+    factor: float  # factor, factor_bound: the part along the truth, and its limit
     factor_bound: float
-    plain: float
-    sees_one_percent: bool
+    plain: float  # the distance of plain torch
+    sees_one_percent: bool  # whether it fails with 1 % planted
 
     @property
     def share(self) -> float:
@@ -116,6 +110,7 @@ def _result(name: str, dtype: torch.dtype, compare: Callable[[], list[Comparison
 def _compare(check: Check, device: torch.device, dtype: torch.dtype) -> list[Comparison]:
     drawn = {name: x.to(dtype) if x.is_floating_point() else x for name, x in check.tensors(Draw()).items()}
     tensors = {name: x.to(device) for name, x in drawn.items()}
+    # From the rounded numbers, so that rounding the inputs is no error of the op.
     double = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
     got = _outputs_and_gradients(check.op, tensors, check.leaves)
     plain = _outputs_and_gradients(check.plain, tensors, check.leaves)
@@ -133,6 +128,7 @@ def _outputs_and_gradients(
     values = {f"out{i}": x.detach() for i, x in enumerate(outputs)}
     if not leaves:
         return values
+    # A new generator: the upstream gradients are the same for op, plain and truth.
     draw, trained = Draw(), [x for x in outputs if x.requires_grad]
     upstream = [draw(*x.shape).to(x.device, x.dtype) if x.dim() else torch.ones_like(x) for x in trained]
     gradients = torch.autograd.grad(trained, [inputs[name] for name in leaves], upstream)
@@ -144,17 +140,19 @@ def _comparison(name: str, got: Tensor, plain: Tensor, truth: Tensor, dtype: tor
         raise ValueError(f"{name} is {tuple(got.shape)}, expected {tuple(truth.shape)}.")
     (distance, along), limits = _errors(plain, truth), FLOOR[dtype]
     bounds = 2 * distance + limits, 2 * along + limits / 2
-    error, factor = _errors(got, truth)
-    planted = Comparison(name, *_interleaved(_errors(got.double() * (1 + PLANTED), truth), bounds), distance, False)
-    return Comparison(name, *_interleaved((error, factor), bounds), distance, not planted.passes)
 
+    def compared(x: Tensor, sees_one_percent: bool) -> Comparison:
+        error, factor = _errors(x, truth)
+        return Comparison(name, error, bounds[0], factor, bounds[1], distance, sees_one_percent)
 
-def _interleaved(errors: tuple[float, float], bounds: tuple[float, float]) -> tuple[float, float, float, float]:
-    return errors[0], bounds[0], errors[1], bounds[1]
+    # A check that this passes could not see a wrong factor of 1 % either.
+    planted = compared(got.double() * (1 + PLANTED), False)
+    return compared(got, not planted.passes)
 
 
 def _errors(x: Tensor, truth: Tensor) -> tuple[float, float]:
     """Return (distance, its part along the truth), both relative to the truth."""
+    # A truth of zeros would divide by zero.
     length, difference = truth.norm().clamp(min=1e-30), x.double() - truth
     along = (difference * truth).sum() / length**2
     return (difference.norm() / length).item(), along.abs().item()
@@ -172,6 +170,7 @@ MODELS = {"llama": "LlamaConfig", "qwen3": "Qwen3Config"}
 def _compare_model(family: str, device: torch.device, dtype: torch.dtype) -> list[Comparison]:
     import transformers
 
+    # The same weights for each family and dtype.
     torch.manual_seed(0)
     config = getattr(transformers, MODELS[family])(**SIZES)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).to(device)

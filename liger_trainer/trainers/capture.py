@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -55,8 +55,9 @@ from ..teachers.cache.store import (
     write_index,
 )
 from ..teachers.fingerprints import data_fingerprint, teacher_fingerprint, template_fingerprint, tokenizer_fingerprint
-from ..teachers.model import load_teacher, stays, stream_weights
+from ..teachers.model import keeps_device, load_teacher, stream_weights
 from ..teachers.row_keys import documents
+from ..teachers.vocabulary import tokenizer_size
 from .config import LigerDistillConfig
 from .options import AUTO
 from .row_preparation import PreparedRows, prepare_rows
@@ -73,7 +74,7 @@ class RowReader(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
+class CaptureSource:
     """What says what a teacher predicts, and what the cache's index says about it."""
 
     reader: RowReader
@@ -85,25 +86,47 @@ class Source:
 
 def model_source(
     teacher: PreTrainedModel | str, args: LigerDistillConfig, rows: PreparedRows, undoing: ExitStack
-) -> Source:
+) -> CaptureSource:
     """Load a teacher and patch it, until `undoing` is left.
 
     Raises:
         ConfigError: it lacks tokens of the vocabulary, or cannot be recorded as `cache_kind` says.
         DataError: rows have ids that it does not have.
     """
-    vocabulary = max(rows.tokenizer.get_vocab().values()) + 1
-    form = None if args.cache_kind == "hidden" else _token_format(args, vocabulary)
-    model = _ready(load_teacher(teacher, args), args)
+    vocabulary, kind, form = tokenizer_size(rows.tokenizer), cast(Any, args.cache_kind), None
+    if kind != "hidden":
+        form = RecordFormat.of(kind, args.cache_entries, args.cache_tail_draws, args.cache_bits, vocabulary)
+    model = load_teacher(teacher, args)
+    spread = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+    if args.teacher_offload:
+        stream_weights(model, args.device)
+    elif not spread and not keeps_device(args) and getattr(model, "hf_quantizer", None) is None:
+        model.to(args.device)  # pyright: ignore[reportArgumentType]
+    model.requires_grad_(False).eval()
+    # Before anything is read: logits differ in their last bits between patched layers and others.
     undoing.callback(_patched_as_live(model, args))
-    _check_vocabulary(model, vocabulary)
+    size = 0 if output_module(model) is None else head_rows(model)
+    if size < vocabulary:
+        raise ConfigError(
+            f"The teacher knows {size} tokens, but the student's tokenizer has {vocabulary}: they do not share a "
+            "vocabulary. Use a teacher with the same tokenizer."
+        )
     check_ids(rows.largest_ids, "tokens", embedding_rows(model), "the teacher has")
     check_ids(rows.largest_ids, "labels", vocabulary, "the tokenizer has")
     check_positions(rows.datasets, args, model, "the teacher")
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    reader, settings = (
-        _hidden(model, args, vocabulary, autocast) if form is None else _tokens(model, args, form, autocast)
-    )
+    reader: Reader
+    settings: CacheSettings | HiddenSettings
+    if form is None:
+        reader = HiddenReader(model, vocabulary, autocast)
+        head, layout = reader.head, reader.head.format
+        settings = HiddenSettings(
+            kind="hidden", width=layout.width, dtype=layout.dtype, scale=head.scale, softcap=head.softcap,
+            vocab_size=vocabulary, max_length=args.max_length, shard_mb=args.cache_shard_mb,
+        )  # fmt: skip
+    else:
+        settings = token_settings(form, args)
+        reader = TeacherReader(model, form, settings.temperature, settings.seed or 0, autocast)
     path_or_id = teacher if isinstance(teacher, str) else None
     name = TeacherName(
         name=path_or_id or type(model).__name__,
@@ -111,19 +134,7 @@ def model_source(
         dtype=str(model.dtype).removeprefix("torch."),
     )
     fingerprint = teacher_fingerprint(teacher, args)
-    return Source(reader, settings, name, fingerprint, "files" if path_or_id else "memory")
-
-
-def _token_format(args: LigerDistillConfig, vocab_size: int) -> RecordFormat:
-    kind: Any = args.cache_kind
-    return RecordFormat.of(kind, args.cache_entries, args.cache_tail_draws, args.cache_bits, vocab_size)
-
-
-def _tokens(
-    model: PreTrainedModel, args: LigerDistillConfig, form: RecordFormat, autocast: torch.dtype | None
-) -> tuple[Reader, CacheSettings]:
-    settings = token_settings(form, args)
-    return TeacherReader(model, form, settings.temperature, settings.seed or 0, autocast), settings
+    return CaptureSource(reader, settings, name, fingerprint, "files" if path_or_id else "memory")
 
 
 def token_settings(form: RecordFormat, args: LigerDistillConfig, unknown: tuple[str, ...] = ()) -> CacheSettings:
@@ -138,27 +149,6 @@ def token_settings(form: RecordFormat, args: LigerDistillConfig, unknown: tuple[
             "unknown": unknown,
         }
     )
-
-
-def _hidden(
-    model: PreTrainedModel, args: LigerDistillConfig, vocab_size: int, autocast: torch.dtype | None
-) -> tuple[Reader, HiddenSettings]:
-    reader = HiddenReader(model, vocab_size, autocast)
-    head, form = reader.head, reader.head.format
-    return reader, HiddenSettings(
-        kind="hidden", width=form.width, dtype=form.dtype, scale=head.scale, softcap=head.softcap,
-        vocab_size=vocab_size, max_length=args.max_length, shard_mb=args.cache_shard_mb,
-    )  # fmt: skip
-
-
-def _ready(teacher: PreTrainedModel, args: LigerDistillConfig) -> PreTrainedModel:
-    """Freeze the teacher and move it to the run's device. A quantized or spread model stays where it is."""
-    spread = len(set((getattr(teacher, "hf_device_map", None) or {}).values())) > 1
-    if args.teacher_offload:
-        stream_weights(teacher, args.device)
-    elif not spread and not stays(args) and getattr(teacher, "hf_quantizer", None) is None:
-        teacher.to(args.device)  # pyright: ignore[reportArgumentType]
-    return teacher.requires_grad_(False).eval()
 
 
 def _patched_as_live(teacher: PreTrainedModel, args: LigerDistillConfig) -> Callable[[], None]:
@@ -180,20 +170,20 @@ def _patched_as_live(teacher: PreTrainedModel, args: LigerDistillConfig) -> Call
     return record.undo if earlier is None else record.unpack_attention
 
 
-def _check_vocabulary(teacher: PreTrainedModel, real: int) -> None:
-    size = 0 if output_module(teacher) is None else head_rows(teacher)
-    if size < real:
-        raise ConfigError(
-            f"The teacher knows {size} tokens, but the student's tokenizer has {real}: they do not share a vocabulary. "
-            "Use a teacher with the same tokenizer."
-        )
-
-
 LOCK, MIB = ".lock", 2**20
 SECONDS_OF_A_PART = 60.0
 """What a killed capture has to read again, at most."""
 Progress = Callable[[int, int], None]
 """Called with the number of tokens read so far and the number of all."""
+
+
+class Place(NamedTuple):
+    """Where a document stands: tokens `start` to `end` of a row of a dataset."""
+
+    dataset: str
+    row: int
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -202,18 +192,20 @@ class CapturePlan:
 
     rows: PreparedRows
     keys: list[bytes]
-    places: list[tuple[str, int, int, int]]  # dataset, row in it, from, to
+    places: list["Place"]
     tokens: np.ndarray  # supervised, of each row
     shard: np.ndarray  # of each row, ascending without gaps
 
     @classmethod
     def of(cls, rows: PreparedRows, tokens_of_shard: int) -> "CapturePlan":
-        entries: dict[bytes, tuple[tuple[str, int, int, int], int]] = {}
+        entries: dict[bytes, tuple[Place, int]] = {}
         for name, dataset in rows.datasets.items():
             for document in documents(dataset):
                 if document.tokens:
                     end = document.start + len(document.input_ids)
-                    entries.setdefault(document.key, ((name, document.row, document.start, end), document.tokens))
+                    place = Place(name, document.row, document.start, end)
+                    entries.setdefault(document.key, (place, document.tokens))
+        # In the order of keys, which is random and the same whatever order the datasets have.
         keys = sorted(entries)
         tokens = np.array([entries[key][1] for key in keys], dtype=np.int64)
         before = np.cumsum(tokens) - tokens
@@ -233,7 +225,8 @@ class CapturePlan:
     def batches(self, shard: int, size: int) -> list[np.ndarray]:
         """Return the rows of a shard in batches, rows of similar length together."""
         rows = np.flatnonzero(self.shard == shard)
-        lengths = [self.places[row][3] - self.places[row][2] for row in rows]
+        # stable, so that a batch has the same rows in each process and after an interruption
+        lengths = [self.places[row].end - self.places[row].start for row in rows]
         rows = rows[np.argsort(lengths, kind="stable")]
         return [rows[at : at + size] for at in range(0, len(rows), size)]
 
@@ -268,8 +261,8 @@ def capture(
 
 
 def write_cache(
-    source: Callable[[PreparedRows, ExitStack], Source], args: LigerDistillConfig, tokenizer: Any, train: Dataset,
-    test: Dataset | dict[str, Dataset] | None, progress: Progress | None,
+    source: Callable[[PreparedRows, ExitStack], CaptureSource], args: LigerDistillConfig, tokenizer: Any,
+    train: Dataset, test: Dataset | dict[str, Dataset] | None, progress: Progress | None,
 ) -> CacheIndex:  # fmt: skip
     """Write what a source says about the rows into a cache, as `capture` does.
 
@@ -283,7 +276,13 @@ def write_cache(
     with ExitStack() as stack:
 
         def begin() -> CacheIndex | None:
-            _refuse_other_files(path)
+            # A folder that holds something, but no cache, keeps_device as it is: a lock in it would be one file more.
+            if path.is_dir() and not (path / INDEX).is_file():
+                others = sorted(file.name for file in path.iterdir() if file.name != LOCK and not file.match(".*.tmp"))
+                if others:
+                    raise ConfigError(
+                        f"{path} holds other files ({', '.join(others[:3])}): choose an empty teacher_cache_dir."
+                    )
             stack.callback(_locked(path).release)
             return _earlier(path)
 
@@ -293,15 +292,6 @@ def write_cache(
         with writing_to(path, "The same command goes on with the capture."):
             index = at_work.run(progress if progress and first else lambda *_: None)
         return on_first_rank(first, lambda: index)
-
-
-def _refuse_other_files(path: Path) -> None:
-    """Raise ConfigError if a folder holds something, but no cache: a lock in it would be one file more."""
-    if not path.is_dir() or (path / INDEX).is_file():
-        return
-    others = sorted(file.name for file in path.iterdir() if file.name != LOCK and not file.match(".*.tmp"))
-    if others:
-        raise ConfigError(f"{path} holds other files ({', '.join(others[:3])}): choose an empty teacher_cache_dir.")
 
 
 def _locked(path: Path) -> FileLock:
@@ -326,7 +316,7 @@ def _earlier(path: Path) -> CacheIndex | None:
     index = read_index(path)
     if index.finished:
         raise ConfigError(
-            f"{path} holds a finished teacher cache. Training uses it with `teacher: cache`; to capture anew, remove "
+            f"{path} holds a finished teacher cache. Training uses it with `teacher: cache`; to capture again, remove "
             "it or choose another teacher_cache_dir."
         )
     for _ in check_shards(path, index, contents=True):
@@ -357,7 +347,7 @@ class _Capture:
 
     @classmethod
     def of(
-        cls, path: Path, source: Source, args: LigerDistillConfig, rows: PreparedRows, before: CacheIndex | None
+        cls, path: Path, source: CaptureSource, args: LigerDistillConfig, rows: PreparedRows, before: CacheIndex | None
     ) -> "_Capture":
         plan = CapturePlan.of(rows, max(1, args.cache_shard_mb * MIB // source.settings.format.bytes))
         index = CacheIndex(
@@ -389,13 +379,18 @@ class _Capture:
         )
 
     def run(self, progress: Progress) -> CacheIndex:
-        if self.rank:
+        if self.rank:  # reads its batches of each shard, and hands them to the first process
             for number in range(len(self.index.shards), self.plan.shards):
-                self._help_to_read(number)
+                for batches in self._batches_left(number, {}):
+                    gather_object([self._read(batches)])
             return self.index
         if not (self.path / INDEX).is_file():
             write_index(self.path, self.index)
-        self._announce_size()
+        each, left = self.index.settings.format.bytes, self.index.tokens - self.index.tokens_read
+        announce(
+            f"teacher cache: {left:,} tokens of {each:,} bytes are to be written, {left * each / MIB:,.0f} MiB; "
+            f"{shutil.disk_usage(self.path).free / MIB:,.0f} MiB are free in {self.path}"
+        )
         if isinstance(self.reader, HiddenReader) and self.index.head is None:
             content = self.reader.head.pack()
             write_atomically(self.path / HEAD, content)
@@ -407,19 +402,6 @@ class _Capture:
             _remove_parts(self.path, self.index)
         self._update(finished=True)
         return self.index
-
-    def _announce_size(self) -> None:
-        left = self.index.tokens - self.index.tokens_read
-        size, free = left * self.index.settings.format.bytes / MIB, shutil.disk_usage(self.path).free / MIB
-        announce(
-            f"teacher cache: {left:,} tokens of {self.index.settings.format.bytes:,} bytes are to be written, "
-            f"{size:,.0f} MiB; {free:,.0f} MiB are free in {self.path}"
-        )
-
-    def _help_to_read(self, number: int) -> None:
-        """Read this process's batches of a shard, and hand them to the first one."""
-        for batches in self._batches_left(number, {}):
-            gather_object([self._read(batches)])
 
     def _batches_left(self, number: int, rows: dict[bytes, Tensor]) -> list[list[np.ndarray]]:
         """Return the batches of a shard that are not in `rows` of the first process, those that are read at once
@@ -456,7 +438,7 @@ class _Capture:
                 if time.monotonic() - written >= SECONDS_OF_A_PART:
                     rows |= self._keep(number, fresh)
                     fresh, written = {}, time.monotonic()
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too
             if not isinstance(error, OSError):  # the disk may be full
                 self._keep(number, fresh)
             raise

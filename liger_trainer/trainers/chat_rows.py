@@ -62,6 +62,7 @@ def encoded(row: dict[str, Any], features: Any) -> dict[str, Any]:
         if isinstance(feature, Json):
             return as_json(value)
         whole = isinstance(feature, List) and isinstance(feature.feature, Json)
+        # Of a list of messages each item is written by itself, as Arrow stores them.
         return [as_json(item) for item in value] if whole and value is not None else value
 
     return {name: written(value, features.get(name)) for name, value in row.items()}
@@ -126,6 +127,7 @@ def tidy(row: dict[str, Any], images: bool) -> dict[str, Any]:
                 raise DataError(f"column {name!r}: {problem}")
         new[name] = [_tidy_message(message, images) for message in messages]
     first = next((new[name] for name in ("messages", "prompt") if name in new), None)
+    # A column that some tools keep next to the turns. A chat that opens with a system message has its own.
     if first is not None and row.get("system") and not (first and first[0].get("role") == "system"):
         first.insert(0, {"role": "system", "content": row["system"]})
     if "chat_template_kwargs" in row:
@@ -228,11 +230,13 @@ def in_messages(dataset: Any, text_field: str = "text", alpaca_prompt: str = "in
     check_preferences(dataset, text_field if text_field != "text" else None)
     convert, removed = _conversion(columns, text_field, alpaca_prompt)
     images = not columns.isdisjoint(COLUMNS)
+    # Nothing to do, so the rows stay as they are: a map would write them all once more, and change their fingerprint.
     if convert is None and (is_plain(dataset.features) or (images and "system" not in columns)):
         return dataset
     if convert is None and not isinstance(dict(next(iter(dataset), {})).get(removed[0]), list):  # plain text
         return dataset
     before = dataset.features
+    # A cast changes only how JSON is read back, before the map below reads it.
     if before is not None and exact(before) != before:
         dataset = dataset.cast(exact(before))
     after = _features_of_chats(before, alpaca_prompt, removed) if isinstance(dataset, Dataset) else None
@@ -289,10 +293,12 @@ def check_preferences(dataset: Any, text_field: str | None = None) -> None:
     columns = set(get_dataset_column_names(dataset))
     if text_field in columns or "input_ids" in columns:
         return
+    # By the names of columns, whatever they hold: an answer that was rejected looks like any other.
     pairs = next((pair for pair in PAIRS if columns.issuperset(pair)), None)
     if pairs is not None:
         _refuse_preferences(pairs, "DPOTrainer")
     answers = bool(columns & {"completion", "messages", "conversations", "output"})
+    # A label may be anything else too, so a verdict is a column of this name with true or false in it.
     verdict = next((name for name in VERDICTS if answers and name in columns), None)
     if verdict is not None and isinstance(dict(next(iter(dataset), {})).get(verdict), bool):
         _refuse_preferences((verdict,), "KTOTrainer")
@@ -356,15 +362,11 @@ def _check_columns(dataset: Any, text_field: str) -> None:
     features: Any = dataset.features or {}
     for name in {text_field, "prompt", "completion", *ALPACA, *ALPACA_OPTIONAL} & features.keys():
         dtype = getattr(features[name], "dtype", "string")
-        numbers = dtype.startswith(("int", "uint", "float", "bool"))
-        if numbers and not (isinstance(dataset, Dataset) and _is_empty(dataset, name)):
-            raise DataError(f"column {name!r}: expected text, got {dtype}. Cast it: dataset.cast_column(...).")
-
-
-def _is_empty(dataset: Dataset, name: str) -> bool:
-    """Whether a column holds nothing, which readers of CSV take for one of numbers."""
-    column = dataset.data.column(name)
-    return column.null_count == len(column)
+        if dtype.startswith(("int", "uint", "float", "bool")):
+            # readers of CSV take a column that holds nothing for one of numbers
+            column = dataset.data.column(name) if isinstance(dataset, Dataset) else None
+            if column is None or column.null_count < len(column):
+                raise DataError(f"column {name!r}: expected text, got {dtype}. Cast it: dataset.cast_column(...).")
 
 
 def _formatted(dataset: Any, function: Callable, text_field: str) -> Any:
@@ -420,7 +422,12 @@ def split_last(dataset: Any) -> Any:
 
 
 def _messages(row: dict[str, Any]) -> dict[str, Any]:
-    messages = [_renamed(message) for message in row["conversations"]]
+    messages = []
+    for message in row["conversations"]:
+        names = ("from", "value") if "from" in message else ("role", "content")
+        role, content = (message[name] for name in names)
+        rest = {key: value for key, value in message.items() if key not in names}
+        messages.append({**_message(ROLES.get(role, role), content), **rest})
     if row.get("system") and not (messages and messages[0]["role"] == "system"):
         messages = [_message("system", row["system"]), *messages]
     images = row["images"] if "images" in row else [row["image"]] if "image" in row else None
@@ -444,13 +451,6 @@ def _parts(text: str) -> list[dict[str, Any]]:
         parts += [{"type": "image", "text": None}] if index else []
         parts += [{"type": "text", "text": piece.strip("\n")}] if piece.strip() else []
     return parts
-
-
-def _renamed(message: dict[str, Any]) -> dict[str, Any]:
-    names = ("from", "value") if "from" in message else ("role", "content")
-    role: str = message[names[0]]
-    rest = {key: value for key, value in message.items() if key not in names}
-    return {**_message(ROLES.get(role, role), message[names[1]]), **rest}
 
 
 def _message(role: str, content: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import shlex
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from ..common.checkpoints import (
 )
 from ..common.console import on_first_rank
 from ..common.files import CONFIG, STATE, folder_lock, write_atomically
-from ..common.replacements import Replacements
+from ..common.replacements import replaced
 from ..common.weights import load_whole
 from ..compat.models import name_or_path
 from ..compat.trainers import columns_of_model, output_dir_of, push_checkpoint, tokenizer_of
@@ -123,21 +123,16 @@ class CheckpointGuard:
                 stacklevel=7,
             )
         if weights_alone(checkpoint):
-            warnings.warn(f"{checkpoint} holds the model alone: optimizer and schedule start anew.", stacklevel=7)
+            warnings.warn(f"{checkpoint} holds only the model: optimizer and schedule start again.", stacklevel=7)
         return str(checkpoint)
 
-    @contextmanager
-    def best_found_again(self) -> Iterator[None]:
+    def best_found_again(self) -> AbstractContextManager[None]:
         """Within the context, a state that Trainer loads knows the best checkpoint by the path that it has now.
 
         Else no other one could be compared with it, and the best would be chosen from the start.
         """
-        replacements = Replacements()
-        replacements.set(TrainerState, "load_from_json", partial(self._state_with_best, TrainerState.load_from_json))
-        try:
-            yield
-        finally:
-            replacements.undo()
+        load = partial(self._state_with_best, TrainerState.load_from_json)
+        return replaced(TrainerState, load_from_json=load)
 
     def _state_with_best(self, load: Callable[[str], TrainerState], path: str) -> TrainerState:
         state = load(path)
@@ -204,7 +199,7 @@ class CheckpointGuard:
         if not path.is_file():
             raise ConfigError(
                 f"{checkpoint} has no {ENCODER}: an earlier version, another trainer, FSDP or DeepSpeed saved what the "
-                "encoder of prompts makes, without its weights. Begin anew."
+                "encoder of prompts makes, without its weights. Begin again."
             )
         encoder.load_state_dict(load_file(path))
         return True
@@ -235,7 +230,11 @@ class CheckpointGuard:
             encoder, sharded = self._prompt_encoder(), trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
             if encoder is not None and trainer.args.should_save and not sharded:
                 save_file({name: value.clone() for name, value in encoder.state_dict().items()}, staged / ENCODER)
-            self._point_to_best(staged, target)
+            best = trainer.state.best_model_checkpoint
+            if best is not None and Path(best) == staged:
+                trainer.state.best_model_checkpoint = str(target)
+                if trainer.args.should_save:
+                    trainer.state.save_to_json(str(staged / STATE))
             self._put_in_place(staged, target)
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)  # a full disk gets its room back
@@ -248,13 +247,6 @@ class CheckpointGuard:
     def folder(self, run_dir: str) -> str:
         """Return the folder that checkpoints of a run are written to now."""
         return os.path.join(run_dir, STAGING) if self.is_staging else run_dir
-
-    def _point_to_best(self, staged: Path, target: Path) -> None:
-        best = self._trainer.state.best_model_checkpoint
-        if best is not None and Path(best) == staged:
-            self._trainer.state.best_model_checkpoint = str(target)
-            if self._trainer.args.should_save:
-                self._trainer.state.save_to_json(str(staged / STATE))
 
     def _put_in_place(self, staged: Path, target: Path) -> None:
         """Finish a checkpoint that all processes have written their parts of, and remove those that are too many."""
@@ -279,29 +271,14 @@ class CheckpointGuard:
 # arguments without secrets
 
 
-@contextmanager
-def public_report(args: Any) -> Iterator[None]:
+def public_report(args: Any) -> AbstractContextManager[None]:
     """Within the context, what trackers are sent of a trainer's arguments has no secrets."""
-    with _replaced(args, "to_dict", lambda args: redacted(type(args).to_dict(args))):
-        yield
+    return replaced(args, to_dict=lambda: redacted(type(args).to_dict(args)))
 
 
-@contextmanager
-def public_files(args: Any) -> Iterator[None]:
+def public_files(args: Any) -> AbstractContextManager[None]:
     """Within the context, a trainer's arguments are pickled without secrets, as for training_args.bin."""
-    with _replaced(args, "__getstate__", _public_state):  # which pickle asks for
-        yield
-
-
-@contextmanager
-def _replaced(args: Any, method: str, function: Callable[[Any], Any]) -> Iterator[None]:
-    """Within it `args.method()` is `function(args)`."""
-    replacements = Replacements()
-    replacements.set(args, method, partial(function, args))
-    try:
-        yield
-    finally:
-        replacements.undo()
+    return replaced(args, __getstate__=partial(_public_state, args))  # which pickle asks for
 
 
 def _public_state(args: Any) -> dict[str, Any]:
@@ -314,18 +291,16 @@ def _public_state(args: Any) -> dict[str, Any]:
     return state
 
 
-# Fingerprints of what a training started with, kept in its checkpoints, so that none goes on with something else.
-#
-# The check compares the datasets as they are trained on, the tokenizer and its chat template, the student and the
+# Checkpoints keep fingerprints of what their training started with, so that none goes on with something else. The check
+# compares the datasets as they are trained on, the tokenizer and its chat template, the student and the
 # teacher. It skips what is unknown on either side, such as the rows of a stream or sharded weights. It does not compare
 # settings: most may change while a training goes on.
 
 
 BEFORE = "weights before training"
 KEY = "fingerprints"  # next to num_tokens in trainer_state.json
-_AT_FIRST: WeakKeyDictionary[nn.Module, str | None] = (
-    WeakKeyDictionary()
-)  # the weights of models that have trained since
+# of the weights of models that have trained since
+_AT_FIRST: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 
 
 def student_fingerprints(model: Any) -> dict[str, Any]:
@@ -383,20 +358,15 @@ class ResumeCheck:
     def _now(self) -> dict[str, Any]:
         """Return the fingerprints, computed at first use: reading rows takes seconds for each GB."""
         if self._known is None:
-            self._known = {**self._of_data(), **self._of_models()}
+            trainer = self._trainer
+            named = trainer.row_preparation.named_datasets()
+            self._known = {
+                **{f"{name} dataset": self._of_rows(rows) for name, rows in named.items()},
+                "tokenizer": describe_tokenizer(tokenizer_of(trainer), trainer.processing_class),
+                "model": self._student,
+                **trainer.teacher_fingerprints(),
+            }
         return self._known
-
-    def _of_models(self) -> dict[str, Any]:
-        trainer = self._trainer
-        return {
-            "tokenizer": describe_tokenizer(tokenizer_of(trainer), trainer.processing_class),
-            "model": self._student,
-            **trainer.teacher_fingerprints(),
-        }
-
-    def _of_data(self) -> dict[str, Any]:
-        named = self._trainer.row_preparation.named_datasets()
-        return {f"{name} dataset": self._of_rows(rows) for name, rows in named.items()}
 
     def _of_rows(self, rows: Any) -> dict[str, Any]:
         """Return the fingerprint of the columns that the trainer reads, without images and sound."""
@@ -423,15 +393,11 @@ class ResumeCheck:
                 stacklevel=4,
             )
             return []
-        self._take_weights_for_those_before(checkpoint, there)
-        return list(_compared(there, self._now()))
-
-    def _take_weights_for_those_before(self, checkpoint: Path, there: Mapping[str, Any]) -> None:
-        """Take the checkpoint's word for the weights before training, where the model was loaded from it."""
-        name = name_or_path(base_of(self._trainer.model).config)
-        before = there.get("model", {}).get(BEFORE)
+        # Where the model was loaded from this checkpoint, only it knows the weights before training.
+        name, before = name_or_path(base_of(self._trainer.model).config), there.get("model", {}).get(BEFORE)
         if before is not None and name and Path(name).resolve() == checkpoint.resolve():
             self._student = {**self._student, BEFORE: before}
+        return list(_compared(there, self._now()))
 
 
 def _compared(there: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

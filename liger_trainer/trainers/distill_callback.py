@@ -14,7 +14,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import prepare_deepspeed
 
 from ..common.console import announce
-from ..common.replacements import Replacements
+from ..common.replacements import replaced
 from ..errors import ConfigError
 from ..losses.fused_forward import FusedLoss, LossOfOneForward
 from ..losses.hidden_states import HiddenLosses
@@ -81,7 +81,7 @@ class DistillationCallback(TrainerCallback):
         if name := self._plan.other_tokens:
             raise ConfigError(
                 f"DistillationCallback: {name} needs the text of the rows, for the teacher's tokenizer, and a "
-                "callback sees tokens alone. Use LigerDistillTrainer."
+                "callback sees only tokens. Use LigerDistillTrainer."
             )
         if self._plan.taid is not None and self._plan.taid.adaptive:
             raise ConfigError(
@@ -133,9 +133,8 @@ class DistillationCallback(TrainerCallback):
             options = LossOptions(distillation=self.distillation)
             self._loss = _DistillationLoss(student, options, self._ask_teacher, self._record, hidden)
             undo.callback(self._loss.undo)
-            filtered = Replacements()  # the filter puts the mean of the losses before in place of one that is NaN
-            filtered.set(args, "logging_nan_inf_filter", False)
-            undo.callback(filtered.undo)
+            # the filter puts the mean of the losses before in place of one that is NaN
+            undo.enter_context(replaced(args, logging_nan_inf_filter=False))
             self._undo = undo.pop_all()
         self.finite = finite
         self._set_loss({})
@@ -275,7 +274,7 @@ class _DistillationLoss(FusedLoss):
                     "compute_loss_func or a trainer's own, and would not be distilled. Leave that out, or use "
                     "LigerDistillTrainer."
                 )
-            return self.own_forward(model)(*args, **num_items, **kwargs)
+            return self.forward_without_loss(model)(*args, **num_items, **kwargs)
         if fused_lm_head and num_items:
             raise ConfigError(
                 "DistillationCallback is for transformers.Trainer and trl.SFTTrainer. This trainer, such as "
@@ -294,7 +293,7 @@ class _DistillationLoss(FusedLoss):
             outputs.log_probs = -outputs.token_loss * outputs.label_mask
         return outputs
 
-    def seen(self, model: Any, outputs: Any, loss: LossOfOneForward) -> None:
+    def after_pass(self, model: Any, outputs: Any, loss: LossOfOneForward) -> None:
         self._record("train" if model.training else "eval", loss.token_output(outputs), self._inputs)
 
 

@@ -7,7 +7,7 @@ for the device anyway, to log, to evaluate or to save: no checkpoint is written 
 
 import statistics
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ from ..common.checkpoints import TRAINER_STATE
 from ..compat.torch_internals import skips_step_on_device
 from ..errors import ConfigError
 from ..kernels.types import HostCopy
-from .finite_report import Batch, FiniteReport, abs_max, kept_of, moments, subject_and_verb, warn
+from .finite_report import KEPT, Batch, FiniteReport, abs_max, moments, subject_and_verb, warn
 from .options import SKIP, STOP, check_policy, updating_in_backward
 
 MOST_IN_A_ROW = 10  # steps that `skip_step` leaves out before it stops, too
@@ -88,12 +88,18 @@ class FiniteGuard(TrainerCallback):
     # what the trainer says
 
     def record_teacher(self, sums: dict[str, Tensor]) -> None:
-        """Take what the teacher said about a micro-batch, by the names of metrics."""
-        self._numbers.add_teacher(sums)
+        """Take what the teacher said about a micro-batch, by the names of metrics. Nothing without a teacher."""
+        if "teacher_entropy" in sums:
+            self._numbers.teacher.append(sums["teacher_entropy"].detach())
+        elif "teacher_perplexity" in sums:  # of a cache, which may give a label no probability
+            self._numbers.teacher.append(sums["teacher_perplexity"].detach().nan_to_num(torch.nan, 0.0, 0.0))
 
     def record_loss(self, loss: Tensor, inputs: dict[str, Any]) -> None:
         """Take the loss of a micro-batch, after its teacher."""
-        self._numbers.add_loss(loss, inputs)
+        self._numbers.losses.append(loss.detach())
+        # what the search for rows needs of it, without a copy
+        kept = {name: inputs[name] for name in KEPT if isinstance(inputs.get(name), Tensor)}
+        self._numbers.batches.append(kept)
 
     def record_norm(self, norm: Tensor | float | None) -> None:
         """Take the norm of a step's gradients, of all ranks. Under fp16 an infinite one is how its scale is found."""
@@ -107,8 +113,13 @@ class FiniteGuard(TrainerCallback):
         self._begin()
         self._report = FiniteReport(args, model, optimizer, getattr(train_dataloader, "dataset", None))
         self.skipped = state.stateful_callbacks.get(TRAINER_STATE, {}).get("skipped_steps", 0)
-        if self.policy == SKIP:
-            _check_can_skip(args, self._accelerator)
+        optim, megatron = updating_in_backward(args), DistributedType.MEGATRON_LM
+        if self.policy == SKIP and (optim or self._accelerator.distributed_type == megatron):
+            who = f"optim={optim}" if optim else "Megatron-LM"
+            raise ConfigError(
+                f"on_non_finite: skip_step leaves the optimizer's step out, but {who} updates weights in its backward. "
+                "Set on_non_finite to stop, or choose another."
+            )
 
     def on_pre_optimizer_step(self, args, state, control, optimizer: Any = None, **kwargs) -> None:
         numbers, self._numbers = self._numbers, StepNumbers()
@@ -182,12 +193,16 @@ class FiniteGuard(TrainerCallback):
 
     def _judge(self, step: _Step) -> None:
         """Read a step's numbers. All ranks read the same ones, and so decide alike."""
-        numbers = GatheredNumbers.of(step.copy.get())
-        wrong = numbers.not_finite()
+        packed = step.copy.get()  # (ranks, 2 * micro-batches + 1), as `StepNumbers.packed` lays them out
+        count = packed.shape[1] // 2
+        losses, teacher, norm = packed[:, :count], packed[:, count:-1], packed[:, -1:]
+        kinds = {"the teacher's logits": teacher, "loss": losses, "gradient norm": norm}
+        wrong = [name for name, values in kinds.items() if not bool(torch.isfinite(values).all())]
         if not wrong:
             self._in_a_row = 0
-            return self._look_for_spike(step, numbers.losses)
-        bad = numbers.culprits()
+            return self._look_for_spike(step, losses)
+        bad = ~(torch.isfinite(losses) & torch.isfinite(teacher))
+        bad = bad if bool(bad.any()) else torch.ones_like(bad)  # a norm is of all micro-batches
         rows = self._in_training().rows(step.batches, bad)
         ranks = f" on ranks {', '.join(map(str, bad.any(1).nonzero().flatten().tolist()))}" if len(bad) > 1 else ""
         where = f"In step {step.number}{ranks}"
@@ -239,41 +254,14 @@ def _steps_itself(accelerator: Any) -> bool:
     return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
-def _check_can_skip(args: Any, accelerator: Any) -> None:
-    optim = updating_in_backward(args)
-    if accelerator.distributed_type == DistributedType.MEGATRON_LM or optim:
-        who = f"optim={optim}" if optim else "Megatron-LM"
-        raise ConfigError(
-            f"on_non_finite: skip_step leaves the optimizer's step out, but {who} updates weights in its backward. Set "
-            "on_non_finite to stop, or choose another."
-        )
-
-
+@dataclass
 class StepNumbers:
-    """The numbers of an optimizer step on one rank, collected from micro-batch to micro-batch, on the device.
+    """The numbers of an optimizer step on one rank, collected from micro-batch to micro-batch, on the device."""
 
-    Attributes:
-        batches: what tells the rows of each micro-batch.
-        norm: of the gradients of all ranks, or None.
-    """
-
-    def __init__(self) -> None:
-        self.batches: list[Batch] = []
-        self.norm: Tensor | float | None = None
-        self._losses: list[Tensor] = []
-        self._teacher: list[Tensor] = []
-
-    def add_teacher(self, sums: dict[str, Tensor]) -> None:
-        """Add what the teacher said about a micro-batch, by the names of metrics. Nothing without a teacher."""
-        if "teacher_entropy" in sums:
-            self._teacher.append(sums["teacher_entropy"].detach())
-        elif "teacher_perplexity" in sums:  # of a cache, which may give a label no probability
-            self._teacher.append(sums["teacher_perplexity"].detach().nan_to_num(torch.nan, 0.0, 0.0))
-
-    def add_loss(self, loss: Tensor, inputs: dict[str, Any]) -> None:
-        """Add the loss of a micro-batch."""
-        self._losses.append(loss.detach())
-        self.batches.append(kept_of(inputs))
+    losses: list[Tensor] = field(default_factory=list)
+    teacher: list[Tensor] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)  # what tells the rows of each micro-batch
+    norm: Tensor | float | None = None  # of the gradients of all ranks
 
     def packed(self, count: int, device: torch.device) -> Tensor:
         """Return `count` losses, `count` numbers of the teacher and the norm, (2 * count + 1,) fp32.
@@ -283,45 +271,13 @@ class StepNumbers:
         zero = torch.zeros((), device=device)
         norm = torch.full((), self.norm, device=device) if isinstance(self.norm, (int, float)) else self.norm
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        padded = [(values + [zero] * count)[:count] for values in (self._losses, self._teacher)]
+        padded = [(values + [zero] * count)[:count] for values in (self.losses, self.teacher)]
         numbers = [*padded[0], *padded[1], zero if norm is None else norm.detach()]
         return torch.stack([number.to(device, torch.float32, non_blocking=True) for number in numbers])
 
 
-@dataclass(frozen=True)
-class GatheredNumbers:
-    """The numbers of an optimizer step on all ranks, on the host.
-
-    Attributes:
-        losses, teacher: (ranks, micro-batches).
-        norm: (ranks, 1).
-    """
-
-    losses: Tensor
-    teacher: Tensor
-    norm: Tensor
-
-    @classmethod
-    def of(cls, packed: Tensor) -> "GatheredNumbers":
-        """Take apart what each rank has packed, (ranks, 2 * micro-batches + 1)."""
-        count = (packed.shape[1] - 1) // 2
-        return cls(packed[:, :count], packed[:, count:-1], packed[:, -1:])
-
-    def not_finite(self) -> list[str]:
-        """Return the names of what is not finite on some rank."""
-        kinds = {"the teacher's logits": self.teacher, "loss": self.losses, "gradient norm": self.norm}
-        return [name for name, numbers in kinds.items() if not bool(torch.isfinite(numbers).all())]
-
-    def culprits(self) -> Tensor:
-        """Return which micro-batches are not finite, (ranks, micro-batches) bool; all of them if it is the norm."""
-        bad = ~(torch.isfinite(self.losses) & torch.isfinite(self.teacher))
-        return bad if bool(bad.any()) else torch.ones_like(bad)
-
-
 class LossSpikes:
-    """The losses of the latest steps, and which are far above them.
-
-    Median and median absolute deviation are hardly moved by spikes."""
+    """The losses of the latest steps, and which are far above them."""
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=WINDOW)
@@ -332,6 +288,7 @@ class LossSpikes:
         self._losses.append(loss)
         if len(before) < LEAST:
             return None
+        # Median and median absolute deviation are hardly moved by the spikes themselves.
         median = statistics.median(before)
         spread = TO_DEVIATION * statistics.median(abs(x - median) for x in before)
         score = (loss - median) / max(spread, LEAST_SPREAD * abs(median), 1e-6)

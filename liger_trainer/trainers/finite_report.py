@@ -45,7 +45,12 @@ class FiniteReport:
     dataset: Any
 
     def weights(self) -> dict[str, Tensor]:
-        return trained(self.model, self.optimizer)
+        """Return by name the weights that training changes, those that only the optimizer knows included."""
+        weights = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        there = {id(p) for p in weights.values()}
+        groups = getattr(self.optimizer, "param_groups", None) or []
+        others = [p for group in groups for p in group["params"] if id(p) not in there]
+        return weights | {f"weight {i} besides the model's": p for i, p in enumerate(others)}
 
     def rows(self, batches: Sequence[Batch], chosen: Tensor) -> str:
         """Return the rows of the chosen micro-batches of all ranks in a sentence.
@@ -72,13 +77,16 @@ class FiniteReport:
             unseen: a checkpoint that was saved before the state was checked; it loses its name.
             left_out: steps in a row that were left out, if these are too many.
         """
-        names = list(dict.fromkeys(gather_object(not_finite(self.weights()))))
+        parts = {name: _local(weight) for name, weight in self.weights().items()}
+        bad = [name for name, part in parts.items() if _is_checked(part) and not bool(torch.isfinite(part).all())]
+        names = list(dict.fromkeys(gather_object(bad)))
         if names and "weights" not in wrong:
             wrong = [*wrong, "weights"]
-        lines = [
-            self._set_aside(unseen),
-            finite_checkpoint_hint(Path(str(self.args.output_dir)), step) if is_main_process() else "",
-        ]
+        saved = "nothing was saved since"
+        if unseen is not None and self.args.should_save and unseen.is_dir():
+            saved = f"{unseen.name}, saved before its state was checked, was renamed to {set_aside(unseen).name}"
+        run_dir = Path(str(self.args.output_dir))
+        lines = [saved, finite_checkpoint_hint(run_dir, step) if is_main_process() else ""]
         broadcast_object_list(lines)
         saved, how_to_go_on = lines
         sentences = [
@@ -92,12 +100,6 @@ class FiniteReport:
             how_to_go_on,
         ]
         return NonFiniteError(" ".join(filter(None, sentences)))
-
-    def _set_aside(self, unseen: Path | None) -> str:
-        """Take its name from an unseen checkpoint, where this process writes; return what was saved."""
-        if unseen is None or not self.args.should_save or not unseen.is_dir():
-            return "nothing was saved since"
-        return f"{unseen.name}, saved before its state was checked, was renamed to {set_aside(unseen).name}"
 
 
 def warn(message: str) -> None:
@@ -117,11 +119,6 @@ def subject_and_verb(names: list[str]) -> str:
 # in the steps before, and does not depend on samplers, workers, epochs and resumes.
 
 
-def kept_of(inputs: dict[str, Any]) -> Batch:
-    """Return what the search needs of a micro-batch, without copying it."""
-    return {name: inputs[name] for name in KEPT if isinstance(inputs.get(name), Tensor)}
-
-
 def rows_in(batch: Batch, dataset: Any) -> list[str]:
     """Return the rows of a micro-batch in words: their indices in `dataset`, else their first token ids.
 
@@ -129,11 +126,8 @@ def rows_in(batch: Batch, dataset: Any) -> list[str]:
     """
     words: list[str] = []
     for sequence, starts in _sequences(batch):
-        found = sorted(_indices(sequence, starts, dataset))
-        if found:
-            words += [str(index) for index in found]
-        else:
-            words.append(f"one that begins with the token ids {' '.join(map(str, sequence[:SHOWN].tolist()))}")
+        found = [str(index) for index in sorted(_indices(sequence, starts, dataset))]
+        words += found or [f"one that begins with the token ids {' '.join(map(str, sequence[:SHOWN].tolist()))}"]
     return list(dict.fromkeys(words))
 
 
@@ -186,14 +180,6 @@ def abs_max(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return get_total_norm(parts, norm_type=float("inf")).detach().to(device, torch.float32)
 
 
-def trained(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    """Return by name the weights that training changes, those that only the optimizer knows included."""
-    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    there = {id(p) for p in weights.values()}
-    others = [p for group in _groups(optimizer) for p in group["params"] if id(p) not in there]
-    return weights | {f"weight {i} beside the model's": p for i, p in enumerate(others)}
-
-
 def moments(optimizer: Any) -> Iterator[Tensor]:
     """Yield the tensors of an optimizer's state."""
     for state in getattr(optimizer, "state", {}).values():
@@ -208,16 +194,6 @@ def norm_of_gradients(model: Any, optimizer: Any, device: torch.device) -> Tenso
     if isinstance(optimizer, DeepSpeedOptimizerWrapper):
         return deepspeed.norm_of_gradients(optimizer.optimizer)
     return abs_max((p.grad for p in model.parameters() if p.grad is not None), device)
-
-
-def not_finite(weights: dict[str, Tensor]) -> list[str]:
-    """Return the names of weights of this process with an entry that is not finite. Waits for the device."""
-    parts = {name: _local(weight) for name, weight in weights.items()}
-    return [name for name, part in parts.items() if _is_checked(part) and not bool(torch.isfinite(part).all())]
-
-
-def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    return getattr(optimizer, "param_groups", None) or []
 
 
 def _local(tensor: Any) -> Tensor:
@@ -238,7 +214,10 @@ def finite_checkpoint_hint(run_dir: Path, step: int) -> str:
         if finite is None:
             unread.append(checkpoint.name)
         elif finite:
-            return f"The newest checkpoint with finite weights is {checkpoint}. To go on from it: {_resume(checkpoint)}"
+            how = f"trainer.train(resume_from_checkpoint={str(checkpoint)!r})"
+            if (run_dir / CONFIG).is_file():
+                how = f"liger-trainer {shlex.join(['resume', str(run_dir), '--checkpoint', checkpoint.name])}"
+            return f"The newest checkpoint with finite weights is {checkpoint}. To go on from it: {how}"
     if unread:
         return f"{unread[0]} is the newest checkpoint before; its weights are sharded and were not read."
     return f"No checkpoint with finite weights is in {run_dir}."
@@ -267,10 +246,3 @@ def _tensors(file: Path) -> Iterator[Tensor]:
             tensor = opened.get_tensor(name)
             if _is_checked(tensor):
                 yield tensor
-
-
-def _resume(checkpoint: Path) -> str:
-    run_dir = checkpoint.parent
-    if (run_dir / CONFIG).is_file():
-        return f"liger-trainer {shlex.join(['resume', str(run_dir), '--checkpoint', checkpoint.name])}"
-    return f"trainer.train(resume_from_checkpoint={str(checkpoint)!r})"

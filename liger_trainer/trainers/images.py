@@ -7,7 +7,7 @@ placeholders into the text as the image has features. The model puts the feature
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,7 @@ def _check_teacher(args: Any) -> None:
         if getattr(args, name, None):
             raise ConfigError(f"{name} does not go with rows that have images: {reason}.")
     if getattr(args, "teacher", None) in ("cache", "server"):
-        raise ConfigError(f"teacher: {args.teacher} knows rows of text alone. With images take model or self.")
+        raise ConfigError(f"teacher: {args.teacher} knows only rows of text. With images take model or self.")
     if hasattr(args, "loss_plan") and (name := args.loss_plan().other_tokens):
         raise ConfigError(f"losses: {name} reads rows as text in two tokenizers, and these have images. Leave it out.")
 
@@ -91,15 +91,17 @@ class ImageCollator:
     learned: bool = False
 
     def __post_init__(self) -> None:
+        # TRL would cut the rows without a look at what it cuts.
         self.max_length, self.collator.max_length = self.collator.max_length, None
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        pictures = [_images_of(row) for row in rows]
+        pictures = [list((row["images"] if "images" in row else [row["image"]]) or []) for row in rows]
         batch: Any = self.collator(rows)
         stands_for_image = torch.isin(batch["input_ids"], torch.tensor(self.placeholders))
         if self.max_length is not None and batch["input_ids"].shape[1] > self.max_length:
             self._check_cut(stands_for_image, batch["attention_mask"], pictures)
             shape = batch["input_ids"].shape
+            # whatever has a value for each token, such as token types and positions of some processors
             for name, value in batch.items():
                 if isinstance(value, Tensor) and value.shape == shape:
                     batch[name] = value[:, : self.max_length]
@@ -120,17 +122,13 @@ class ImageCollator:
             )
 
 
-def _images_of(row: dict[str, Any]) -> list[Any]:
-    images = row["images"] if "images" in row else [row["image"]]
-    return list(images or [])
-
-
 def with_image_collator(collator: Any, model: Any, learned: bool) -> Any:
     """Return a trainer's collator for a model, with ours around it if it is TRL's for images.
 
     Raises:
         ConfigError: the model takes no images, or the processor writes placeholders that are not this model's.
     """
+    # Exactly TRL's: a subclass may treat labels in its own way.
     if type(collator) is not DataCollatorForVisionLanguageModeling:
         return collator
     if not reads_images(model):
@@ -147,6 +145,7 @@ def with_image_collator(collator: Any, model: Any, learned: bool) -> Any:
 def vision_tower(model: Any) -> tuple[str, nn.Module] | None:
     """Return path and module of the part of a model that reads images, None where it has none."""
     model = base_of(model)
+    # A model without a tower returns itself.
     tower = model.get_encoder(modality="image") if hasattr(model, "get_encoder") else model
     path = next((name for name, module in model.named_modules() if module is tower), "")
     return (path, tower) if path and getattr(model.config, "vision_config", None) is not None else None
@@ -157,6 +156,7 @@ def without_adapters(peft_config: Any, model: Any) -> Any:
     tower = vision_tower(model) if isinstance(model, nn.Module) else None
     if tower is None or peft_config is None or getattr(peft_config, "exclude_modules", "") is not None:
         return peft_config
+    # A copy: the same configuration may be given to another trainer.
     changed = copy.copy(peft_config)
     changed.exclude_modules = rf"(.*\.)?{re.escape(tower[0])}(\..*)?"
     return changed
@@ -174,7 +174,7 @@ def freeze_tower(model: Any) -> None:
     path, module = tower
     if isinstance(model, PeftModel) and any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigError(
-            f"freeze_vision_tower: adapters, or weights that are trained beside them, lie in {path}. Keep them out: "
+            f"freeze_vision_tower: adapters, or weights that are trained besides them, lie in {path}. Keep them out: "
             f"exclude_modules=r'.*{re.escape(path)}.*' in the LoraConfig, or other target_modules."
         )
     module.requires_grad_(False)
@@ -189,17 +189,14 @@ def tower_without_gradients(model: Any) -> Iterator[None]:
     """
     replacements, tower = Replacements(), vision_tower(model)
     if tower is not None and not any(parameter.requires_grad for parameter in tower[1].parameters()):
-        module = tower[1]
-        replacements.forward(module, _without_gradients(forward_of(module)))
+        before = forward_of(tower[1])
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                return before(*args, **kwargs)
+
+        replacements.forward(tower[1], forward)
     try:
         yield
     finally:
         replacements.undo()
-
-
-def _without_gradients(before: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            return before(*args, **kwargs)
-
-    return forward

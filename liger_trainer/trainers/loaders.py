@@ -9,7 +9,7 @@ counts nothing.
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, SequentialSample
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
-from ..common.replacements import Replacements
+from ..common.replacements import replaced
 from ..compat.trainers import drops_last_rows, without_unused_columns
 from .host import TrainerHost
 from .metrics import TokenMetrics
@@ -48,17 +48,26 @@ class GroupedByLength(LengthGroupedSampler):
         return super().__iter__()
 
 
-class EndlessStream(IterableDataset):
-    """The rows of a stream again and again, with the order of a next epoch each time. Ends where a pass has none."""
+class _Stream(IterableDataset):
+    """A stream around another, whose attributes it has but those that are `hidden`."""
+
+    hidden: tuple[str, ...] = ()
 
     def __init__(self, rows: Any):
         self.rows = rows
 
     def __getattr__(self, name: str) -> Any:
-        # accelerate asks for a generator where the stream has one. An epoch is told to each pass, here
-        if name in ("rows", "set_epoch"):
+        # accelerate asks for set_epoch and for a generator where the stream has them. A copy is asked before it has
+        # any rows.
+        if name == "rows" or name in self.hidden:
             raise AttributeError(name)
         return getattr(self.rows, name)
+
+
+class EndlessStream(_Stream):
+    """The rows of a stream again and again, with the order of a next epoch each time. Ends where a pass has none."""
+
+    hidden = ("set_epoch",)  # each pass is told its epoch here
 
     def __iter__(self) -> Iterator[Any]:
         for epoch in itertools.count():
@@ -152,17 +161,12 @@ class PaddedSampler(Sampler[int]):
         yield from range(len(self.rows), len(self))
 
 
-class PaddedStream(IterableDataset):
+class PaddedStream(_Stream):
     """The rows of a stream, and then the first one until the last batch is full."""
 
     def __init__(self, rows: Any, multiple: int):
-        self.rows, self.multiple = rows, multiple
-
-    def __getattr__(self, name: str) -> Any:
-        # accelerate asks for set_epoch and for a generator where the stream has them.
-        if name == "rows":
-            raise AttributeError(name)
-        return getattr(self.rows, name)
+        super().__init__(rows)
+        self.multiple = multiple
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -284,8 +288,7 @@ class EvaluationRows:
         one_process, drops = accelerator.num_processes == 1, self._trainer.args.dataloader_drop_last
         return not (one_process or drops or (stream if dispatched is None else dispatched))
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
+    def counted(self) -> AbstractContextManager[None]:
         """Within the context, which is one evaluation, repeated rows are not gathered, and losses are added up.
 
         The loss of a batch is what `prediction_step` returns, a subclass's too, so it is taken where that is called.
@@ -293,14 +296,8 @@ class EvaluationRows:
         if self._trainer.accelerator.num_processes > 1:
             self._trainer.gather_function = self._gather_once
         self._losses, self.sampled = TokenMetrics(), 0
-        replacements = Replacements()
-        replacements.set(
-            self._trainer, "prediction_step", partial(self._with_returned_loss, self._trainer.prediction_step)
-        )
-        try:
-            yield
-        finally:
-            replacements.undo()
+        step = partial(self._with_returned_loss, self._trainer.prediction_step)
+        return replaced(self._trainer, prediction_step=step)
 
     def _with_returned_loss(self, prediction_step: Callable[..., Any], *args, **kwargs) -> Any:
         self.items = None

@@ -23,7 +23,7 @@ from ..losses.schedules import Taid
 from ..losses.spec import LossOptions, final_fields, moved_fields
 from ..patching.patcher import base_of
 from .finite_guard import drops_on_device
-from .host import DistillHost
+from .host import DistillTrainerHost
 from .options import updating_in_backward
 
 # in a checkpoint
@@ -75,14 +75,14 @@ class LossState(LossSchedule, TrainerCallback):
             a loss that changes under torch.compile.
     """
 
-    def __init__(self, trainer: DistillHost, plan: LossPlan):
+    def __init__(self, trainer: DistillTrainerHost, plan: LossPlan):
         super().__init__(plan)
         self._trainer = trainer
         self.hidden: HiddenLosses | None = None
         self._own: ProjectorOptimizer | None = None  # where the student's optimizer takes no projectors
         if trainer.args.torch_compile and (plan.moves or plan.of("hidden")):
             raise ConfigError(
-                "torch_compile fixes the loss in its graph: schedules and taid would compile anew in each step, and "
+                "torch_compile fixes the loss in its graph: schedules and taid would compile again in each step, and "
                 "hidden-state losses record what blocks return. Leave torch_compile out, or these."
             )
         if plan.of("hidden"):
@@ -125,7 +125,7 @@ class LossState(LossSchedule, TrainerCallback):
         if "lmbda" in self.plan.schedules:
             self._trainer.lmbda = self.plan.at(state.global_step, state.max_steps)["lmbda"]
 
-    def seen(self, totals: dict[str, Tensor], tokens: Tensor) -> None:
+    def add_micro_batch(self, totals: dict[str, Tensor], tokens: Tensor) -> None:
         """Add a micro-batch of training: sums over its tokens of all ranks."""
         if self.share is not None:
             self.share.add(totals["kd_loss"], tokens)
@@ -133,7 +133,7 @@ class LossState(LossSchedule, TrainerCallback):
     def parameters(self) -> list[nn.Parameter]:
         return [] if self.hidden is None else list(self.hidden.parameters())
 
-    def join(self, optimizer: Any) -> None:
+    def add_projectors(self, optimizer: Any) -> None:
         """Have projectors without their own optimizer trained by the student's, with its weight decay."""
         if self._own is not None:
             return
@@ -142,7 +142,7 @@ class LossState(LossSchedule, TrainerCallback):
         if mine and self._trainer.lr_scheduler is not None:
             raise ConfigError(
                 "optimizers: a learning-rate scheduler made before the projectors of hidden-state losses has no rate "
-                "for them. Give the optimizer alone, or leave hidden-state losses out."
+                "for them. Give only the optimizer, or leave hidden-state losses out."
             )
         if mine:
             optimizer.add_param_group({"params": mine, "weight_decay": self._trainer.args.weight_decay})
@@ -179,11 +179,8 @@ class LossState(LossSchedule, TrainerCallback):
         if self.parameters():
             self._load_projectors(_present(folder, PROJECTORS, "projectors of hidden-state losses"))
         if self._own is not None:
-            self._own.load(
-                _present(
-                    folder, PROJECTORS_OPTIMIZER, "an optimizer of their own for projectors of hidden-state losses"
-                )
-            )
+            what = "an optimizer of their own for projectors of hidden-state losses"
+            self._own.load(_present(folder, PROJECTORS_OPTIMIZER, what))
 
     def load_best(self, folder: str) -> None:
         """Load the projectors of the best checkpoint. One that has only weights leaves them as they are."""
@@ -202,7 +199,14 @@ class LossState(LossSchedule, TrainerCallback):
 
     def _hidden_losses(self) -> HiddenLosses:
         trainer = self._trainer
-        check_hidden(trainer)
+        parallel = getattr(trainer.accelerator, "parallelism_config", None)
+        data_parallel = parallel is None or parallel.total_size == parallel.dp_replicate_size * parallel.dp_shard_size
+        fsdp1 = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
+        if fsdp1 or not data_parallel:  # hidden states are in parts, or out of reach
+            raise ConfigError(
+                "Hidden-state losses read what blocks return: not with FSDP1 or models split over devices. Use DDP, "
+                "FSDP2 or DeepSpeed, or leave them out of losses."
+            )
         with trainer.teaching.live() as teachers:
             models = list(teachers.values())
         if len(models) != 1:
@@ -218,24 +222,12 @@ class LossState(LossSchedule, TrainerCallback):
         return losses
 
 
-def check_hidden(trainer: DistillHost) -> None:
-    """Raise ConfigError where hidden states are in parts, or out of reach."""
-    parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    data_parallel = parallel is None or parallel.total_size == parallel.dp_replicate_size * parallel.dp_shard_size
-    fsdp1 = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
-    if fsdp1 or not data_parallel:
-        raise ConfigError(
-            "Hidden-state losses read what blocks return: not with FSDP1 or models split over devices. Use DDP, FSDP2 "
-            "or DeepSpeed, or leave them out of losses."
-        )
-
-
 def _present(folder: str, name: str, what: str) -> Path:
     path = Path(folder, name)
     if not path.is_file():
         raise ConfigError(
             f"{folder} has no {name}: it was saved by a run without {what}, and cannot go on with them. Leave them "
-            "out, or start anew from its weights."
+            "out, or start again from its weights."
         )
     return path
 
@@ -251,13 +243,13 @@ class ProjectorOptimizer:
 
     Raises:
         ConfigError: the student's optimizer is given to the trainer, or none of torch's; fp16, whose scale of the loss
-            the student's alone would take out of its gradients.
+            only the student's would take out of its gradients.
     """
 
-    def __init__(self, trainer: DistillHost, parameters: list[nn.Parameter]):
+    def __init__(self, trainer: DistillTrainerHost, parameters: list[nn.Parameter]):
         args = trainer.args
         engine = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
-        about = f"Hidden-state losses that learn projectors beside a student that {engine} shards: "
+        about = f"Hidden-state losses that learn projectors next to a student that {engine} shards: "
         if args.fp16:
             raise ConfigError(f"{about}fp16 scales the gradients of both, and takes the scale out of one. Use bf16.")
         if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:

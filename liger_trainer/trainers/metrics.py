@@ -37,6 +37,7 @@ class TokenMetrics:
 
     def add(self, sums: dict[str, Tensor], tokens: Tensor) -> None:
         """Add scalars by name, summed over `tokens` tokens of all ranks, or of this rank if `flush` adds ranks up."""
+        # fp64: sums over thousands of micro-batches, of which means of small numbers are taken
         totals = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=tokens.device), self._sums)
         self._sums = {name: totals[name] + value for name, value in sums.items()}
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
@@ -45,6 +46,7 @@ class TokenMetrics:
         """Return the means since the last flush. Waits for the device. `over_ranks` adds up the sums of ranks."""
         if self._tokens is None:
             return {}
+        # one tensor, so one message to the other ranks and one wait for the device
         *sums, tokens = over_ranks(torch.stack([*self._sums.values(), self._tokens])).unbind()
         means = torch.stack(sums) / tokens.clamp(min=1)
         means = torch.stack(
@@ -137,6 +139,7 @@ TERM = "loss/"
 
 def widen_notebook_table(trainer: TrainerHost) -> None:
     """Replace transformers' callback of notebooks, if the trainer has it, by one with more columns."""
+    # By name: its module needs IPython, and is imported only where transformers has found a notebook.
     callbacks = trainer.callback_handler.callbacks
     for place, callback in enumerate(callbacks):
         if type(callback).__name__ == "NotebookProgressCallback":
@@ -157,32 +160,6 @@ def _with_more_columns(usual: type[Any]) -> type[Any]:
             self.training_tracker.write_line(values)
 
     return NotebookTable
-
-
-class RunLoss:
-    """What Trainer's sum of losses, of which `train_loss` is the mean, is without the logs that are not finite.
-
-    They are those of steps that were left out.
-
-    first_step: the one after which the training began.
-    """
-
-    def __init__(self, first_step: int):
-        self._first = self._last = first_step
-        self._sum, self._steps = 0.0, 0  # of logs that are finite
-
-    def corrected_sum(self, loss: float, total: float, step: int) -> float:
-        """Return what Trainer's sum, `total` with a log of this mean loss, must be for the mean of finite logs.
-
-        Until there is a finite log it is NaN.
-        """
-        steps, self._last = step - self._last, step
-        if math.isfinite(loss):
-            self._sum += loss * steps
-            self._steps += steps
-        if self._steps == step - self._first:
-            return total
-        return self._sum / self._steps * (step - self._first) if self._steps else math.nan
 
 
 class StepMetrics:
@@ -215,15 +192,26 @@ class StepMetrics:
         """Start a training's metrics from the start, after `tokens` tokens of an earlier process."""
         self.drop("train")
         set_tokens_seen(self._trainer, tokens)
-        self._run_loss = RunLoss(self._trainer.state.global_step)
+        self._first_step = self._last_step = self._trainer.state.global_step
+        self._finite_sum, self._finite_steps = 0.0, 0  # of the losses in logs that are finite
 
     def add_log(self, loss: float) -> None:
-        """Take the mean loss of a training's log, which Trainer has added to its sum."""
+        """Take the mean loss of a training's log, which Trainer has added to its sum.
+
+        `train_loss` is the mean of that sum. Logs that are not finite, of steps that were left out, are taken out of
+        it; until there is a finite one it is NaN.
+        """
         trainer = self._trainer
         if not trainer.is_in_train:
             return
-        total, step = logged_losses(trainer), trainer.state.global_step
-        set_logged_losses(trainer, self._run_loss.corrected_sum(loss, total, step))
+        step = trainer.state.global_step
+        steps, self._last_step = step - self._last_step, step
+        if math.isfinite(loss):
+            self._finite_sum += loss * steps
+            self._finite_steps += steps
+        if self._finite_steps < step - self._first_step:
+            mean = self._finite_sum / self._finite_steps if self._finite_steps else math.nan
+            set_logged_losses(trainer, mean * (step - self._first_step))
         if not math.isfinite(loss):  # Trainer would start the next sum from NaN - NaN
             restart_running_loss(trainer)
 

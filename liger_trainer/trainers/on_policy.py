@@ -17,9 +17,9 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from ..errors import ConfigError, DataError
 from ..teachers.adapters_off import SelfTeacher
 from .config import LigerDistillConfig
-from .host import DistillHost
+from .host import DistillTrainerHost
 from .metrics import TokenMetrics
-from .rows import GENERATION_PROMPT, NO_PROMPT, Writable
+from .rows import GENERATION_PROMPT, NO_PROMPT, AllowedIds
 from .samplers import ModelSampler, Tokens, VLLMSampler
 
 Batch = dict[str, Any]
@@ -65,7 +65,7 @@ def sources(lmbda: float, seq_kd: bool, seed: int, step: int, count: int) -> lis
     return [STUDENT if draw < lmbda else other for draw in draws]
 
 
-def check_sampling(trainer: DistillHost) -> None:
+def check_sampling(trainer: DistillTrainerHost) -> None:
     """Raise ConfigError where completions cannot be sampled, or the teacher knows nothing about them."""
     args, zero = cast(LigerDistillConfig, trainer.args), trainer.accelerator.state.deepspeed_plugin
     fsdp2 = trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2
@@ -77,13 +77,13 @@ def check_sampling(trainer: DistillHost) -> None:
     gathers = fsdp2 or (zero is not None and zero.zero_stage == 3)
     if gathers and (args.use_vllm or (args.seq_kd and isinstance(trainer.teaching, SelfTeacher))):
         raise ConfigError(
-            "Under FSDP2 and ZeRO-3 the student, or a teacher of its own, samples by generate: set use_vllm to false, "
+            "Under FSDP2 and ZeRO-3 the student, or its own teacher, samples by generate: set use_vllm to false, "
             "and with teacher: self leave seq_kd at false. DDP has both."
         )
     if trainer.padding_free or args.packing:
         raise ConfigError("lmbda and seq_kd need rows one by one: set packing and padding_free to false.")
     if not trainer.teaching.knows_new_tokens:
-        raise ConfigError(f"{type(trainer.teaching).__name__} knows the completions of the dataset alone: leave lmbda "
+        raise ConfigError(f"{type(trainer.teaching).__name__} knows only the completions of the dataset: leave lmbda "
                           "at 0.0 and seq_kd at false, or take a teacher in this process.")  # fmt: skip
     if args.seq_kd:
         with trainer.teaching.live() as teachers:
@@ -120,16 +120,16 @@ class OnPolicy:
             not installed.
     """
 
-    def __init__(self, trainer: DistillHost, collator: Any):
+    def __init__(self, trainer: DistillTrainerHost, collator: Any):
         if not isinstance(collator, DataCollatorForLanguageModeling):
             raise ConfigError("data_collator: rows with sampled completions are batched by TRL's own. Leave it out.")
         self._trainer, self._collate = trainer, trainer.teaching.sampled_collator(collator)
         self._args = args = cast(LigerDistillConfig, trainer.args)
         accelerator: Any = trainer.accelerator
         check_sampling(trainer)
-        self._seen: set[bool] = set()
+        self._seen: set[bool] = set()  # whether completions were the student's; both, if micro-batches mix
         shared = cast(int, trainer.distillation.vocab_size)
-        writable = Writable(shared, trainer.teaching.unshared)
+        writable = AllowedIds(shared, trainer.teaching.unshared)
         plugin = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
         reshards = plugin is None or bool(plugin.reshard_after_forward)
         self._sampler = ModelSampler(args, trainer.tokenizer, writable, accelerator.autocast, reshards)
@@ -145,7 +145,7 @@ class OnPolicy:
         step = trainer.state.global_step
         origins = sources(trainer.lmbda, self._args.seq_kd, self._args.seed, step, len(batches))
         if DATASET in origins and "train" in trainer.prompts_alone:
-            raise ConfigError(f"The rows have prompts alone, but lmbda is {trainer.lmbda}: it must stay at 1.0.")
+            raise ConfigError(f"The rows have only prompts, but lmbda is {trainer.lmbda}: it must stay at 1.0.")
         replaced = list(batches)
         for writer in (STUDENT, TEACHER):
             places = [i for i, source in enumerate(origins) if source == writer]
@@ -156,6 +156,7 @@ class OnPolicy:
                 self._count([replaced[i] for i in places], time.perf_counter() - begin)
         self._add(micro_batches=len(origins), on_policy=origins.count(STUDENT))
         self._seen |= {source == STUDENT for source in origins}
+        # Marked until the loss is computed: what the student has written is no label, and has its own metrics.
         for batch, source in zip(replaced, origins, strict=True):
             batch.pop(GENERATION_PROMPT, None)
             batch[SOURCE] = source
@@ -206,16 +207,14 @@ class OnPolicy:
                 with self._trainer.teaching.live() as teachers:
                     (teacher,) = teachers.values()
                     completions = self._sampler.sample(teacher, flat, seed)
+        # All prompts of a step are sampled at once, and then dealt out to their micro-batches.
         rest = iter(completions)
-        return [
-            self._filled(batch, rows_of(rows, [next(rest) for _ in rows]))
-            for batch, rows in zip(batches, prompts, strict=True)
-        ]
-
-    def _filled(self, batch: Batch, rows: list[dict[str, Tokens]]) -> Batch:
-        device = batch["input_ids"].device
-        filled = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self._collate(rows).items()}
-        return {**batch, **filled}
+        filled = []
+        for batch, asked in zip(batches, prompts, strict=True):
+            made, device = self._collate(rows_of(asked, [next(rest) for _ in asked])), batch["input_ids"].device
+            made = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in made.items()}
+            filled.append({**batch, **made})  # its other columns stay, such as what a teacher looks up by row
+        return filled
 
     def _seed(self, step: int, of_teacher: bool, evaluation: int) -> int:
         """Return the seed of one call's draws. In training each rank has its own."""
@@ -227,6 +226,7 @@ class OnPolicy:
         tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
         rows = sum(len(batch["labels"]) for batch in batches)
         accelerator = self._trainer.accelerator
+        # fp32, which every device and backend of torch.distributed can add up
         local = torch.tensor([tokens, rows, seconds], dtype=torch.float32, device=accelerator.device)
         total = cast(Tensor, accelerator.reduce(local, "sum")).tolist()
         self._add(tokens=total[0], rows=total[1], seconds=total[2] / accelerator.num_processes)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..common.options import HTTP, Fact, OptionValues, equals, on, option
+from ..common.options import HTTP, Condition, OptionValues, equals, on, option
 from ..teachers.config import SAMPLES
 
 ALLOW_MISSING_WEIGHTS = (
@@ -81,7 +81,6 @@ class ImagesConfig:
         learn_image_tokens: learn the tokens that hold the places of an image too, where labels have them. TRL's
             collator puts them there when every token of a chat is learned. Default: they are left out, in fine-tuning
             and in distillation. With TRL's own SFTConfig labels stay as TRL makes them.
-        freeze_vision_tower: train nothing of the vision tower, adapters included, and run it without gradients.
     """
 
     learn_image_tokens: bool = option(
@@ -122,18 +121,16 @@ def without_effect(name: str, sampled: bool, vllm: bool) -> str | None:
 class SamplingConfig:
     """Whose completions are distilled, and how they are sampled. See docs/on-policy.md.
 
+    What the texts of the fields leave open:
+
     Args:
-        lmbda: the share of micro-batches whose completions the student samples (on-policy), in [0, 1]. The others take
-            the completions of the dataset.
-        seq_kd: the teacher samples the completions of those others.
+        lmbda: the other micro-batches take the completions of the dataset, or with `seq_kd` the teacher's.
         max_completion_length: the most tokens that are sampled. (`max_new_tokens` of a recipe is the length of the
             completions that are shown, another thing.)
         top_p, top_k, min_p, repetition_penalty: as in transformers' GenerationConfig. The sampling temperature is
             `temperature`.
         generation_kwargs: further fields of GenerationConfig, or of SamplingParams with vLLM; they go before the ones
             above.
-        cache_implementation: transformers' cache for generation.
-        generation_batch_size: prompts of a process that are completed at once. Default: all of an optimizer step.
         use_vllm, vllm_*: as in TRL's DistillationConfig: vLLM samples for the student, through TRL's VLLMGeneration.
     """
 
@@ -165,7 +162,7 @@ class SamplingConfig:
     vllm_max_model_length: int | None = option(None, "Most tokens of prompt and completion in vLLM.", ge=1)
     vllm_tensor_parallel_size: int = option(1, "GPUs that vLLM spreads the student over.", ge=1)
 
-    def in_vain(self, sampled: bool) -> Iterator[str]:
+    def unused_fields(self, sampled: bool) -> Iterator[str]:
         """The fields that are set and that nothing reads, each with the reason."""
         for item in fields(SamplingConfig):
             why = without_effect(item.name, sampled, self.use_vllm)
@@ -185,7 +182,7 @@ def _checkpoints(options: OptionValues) -> bool:
     return bool(options["gradient_checkpointing"] if renamed is None else renamed)
 
 
-_CHECKPOINTS = Fact(
+_CHECKPOINTS = Condition(
     ("gradient_checkpointing",),
     _checkpoints,
     (~equals("gradient_checkpointing", False) & ~equals("activation_checkpointing", False)).rule,
@@ -289,12 +286,7 @@ POLICIES = (STOP, SKIP)
 
 @dataclass
 class NonFiniteConfig:
-    """The field of LigerConfig and LigerDistillConfig about numbers that are not finite.
-
-    Args:
-        on_non_finite: what is done about a loss, gradient norm, weight or teacher that is NaN or infinite: "stop", or
-            "skip_step", which leaves such steps out.
-    """
+    """What is done about a loss, gradient norm, weight or teacher that is NaN or infinite."""
 
     on_non_finite: str = option(
         STOP,

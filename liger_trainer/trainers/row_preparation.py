@@ -7,7 +7,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import SFTTrainer
 
+from ..common.replacements import replaced
 from ..common.signals import end_workers_with_this_process
 from ..compat.trainers import RowsTrainer
 from ..errors import ConfigError, DataError
@@ -143,20 +144,14 @@ class RowPreparation:
         if self._part is not None:
             check_part(self._part, call.arguments["train_dataset"], config.completion_only_loss)
 
-    @contextmanager
-    def accepted(self) -> Iterator[None]:
+    def accepted(self) -> AbstractContextManager[None]:
         """Within the context SFTTrainer accepts `assistant_only_loss` without marks in the chat template.
 
         `supervised_part` finds the answers of any template, so the flag is off while SFTTrainer constructs itself.
         """
-        switched = self._part is not None and self._only_answers
-        if switched:
-            self._config.assistant_only_loss = False
-        try:
-            yield
-        finally:
-            if switched:
-                self._config.assistant_only_loss = True
+        if self._part is None or not self._only_answers:
+            return nullcontext()
+        return replaced(self._config, assistant_only_loss=False)
 
     @contextmanager
     def _marked_parts(self, dataset: Any, tokenizer: Any, args: Any) -> Iterator[None]:
@@ -168,14 +163,10 @@ class RowPreparation:
         trainer = self._trainer
         if self._part is not None:
             check_part(self._part, dataset, trainer.completion_only_loss)
-        before = trainer.chat_template, args.assistant_only_loss
         template = trainer.chat_template if self._part is None else None
         template = marked_template(template or template_for_training(tokenizer), self._part, self._only_answers)
-        trainer.chat_template, args.assistant_only_loss = template, True
-        try:
+        with replaced(trainer, chat_template=template), replaced(args, assistant_only_loss=True):
             yield
-        finally:
-            trainer.chat_template, args.assistant_only_loss = before
 
     def prepare(self, prepare, dataset, processing_class, args, packing, formatting_func, dataset_name) -> Any:
         """Check chats, tokenize, leave out rows without a supervised token, then let TRL cut and pack the rest.
@@ -202,12 +193,8 @@ class RowPreparation:
             return prepare(dataset, processing_class, args, packing, formatting_func, dataset_name)
         # First only tokenized: rows can be counted only before they are cut, shuffled and packed. TRL reads what it
         # does from args, so they are changed and put back.
-        max_length, shuffles = args.max_length, args.shuffle_dataset
-        args.max_length, args.shuffle_dataset = None, False
-        try:
+        with replaced(args, max_length=None, shuffle_dataset=False):
             tokenized: Any = prepare(dataset, processing_class, args, False, formatting_func, dataset_name)
-        finally:
-            args.max_length, args.shuffle_dataset = max_length, shuffles
         self.largest_ids.setdefault(dataset_name, LargestIds.of(tokenized))
         facts, places = count_rows(tokenized, *kept_length(args, packing))
         kept = tokenized if len(places) == len(tokenized) else tokenized.select(places)
@@ -215,7 +202,7 @@ class RowPreparation:
         self._trainer.read_rows(tokenized, kept, dataset_name, kept_tokens(args, packing))
         if not len(kept):
             raise DataError(
-                f"No row of the {dataset_name} dataset has a supervised token within max_length={max_length}: "
+                f"No row of the {dataset_name} dataset has a supervised token within max_length={args.max_length}: "
                 "every label is masked. Check the completions, the chat template's generation markers, or max_length."
             )
         prepared: Any = prepare(kept, processing_class, args, packing, formatting_func, dataset_name)

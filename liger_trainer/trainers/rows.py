@@ -17,7 +17,7 @@ from .chat_rows import NO_ANSWERS
 
 NO_PROMPT = (
     "A row has no prompt to complete: its first token is supervised. On-policy distillation and seq_kd need rows with "
-    "prompt and completion, with a prompt alone, or messages with assistant_only_loss: true."
+    "prompt and completion, with only a prompt, or messages with assistant_only_loss: true."
 )
 
 
@@ -199,7 +199,13 @@ def prepare_prompts(
     kept = rows if limit is None else rows.filter(lambda row: len(row["input_ids"]) < limit, **options)
     if fixed and not len(kept):
         raise DataError(f"Every prompt of the {name} dataset has max_length={limit} tokens or more.")
-    facts = _facts(rows, kept) if fixed else None
+    facts = None
+    if fixed:
+        facts = RowFacts(
+            rows=len(rows), rows_dropped=len(rows) - len(kept), rows_truncated=0,
+            tokens=sum(len(ids) for ids in kept["input_ids"]), supervised_tokens=0, supervised_tokens_lost=0,
+            sequences=len(kept),
+        )  # fmt: skip
     return (kept.shuffle(seed=args.seed) if args.shuffle_dataset else kept), facts
 
 
@@ -267,15 +273,6 @@ def prompt_ids(dataset: Dataset, tokenizer: Any, chat_template: str | None, num_
     return rows["input_ids"][:]
 
 
-def _facts(rows: Dataset, kept: Dataset) -> RowFacts:
-    tokens = sum(len(ids) for ids in kept["input_ids"])
-    lost = len(rows) - len(kept)
-    return RowFacts(
-        rows=len(rows), rows_dropped=lost, rows_truncated=0, tokens=tokens, supervised_tokens=0,
-        supervised_tokens_lost=0, sequences=len(kept),
-    )  # fmt: skip
-
-
 def check_prompts(dataset: Any) -> None:
     """Raise DataError where a prepared row begins with a supervised token. A stream is checked when it is read."""
     if not isinstance(dataset, Dataset):
@@ -333,7 +330,7 @@ def check_ids(largest_ids: Mapping[str, LargestIds], kind: str, size: int, whose
 
 
 @dataclass(frozen=True)
-class Writable:
+class AllowedIds:
     """The ids that completions may hold: 0 to `size` - 1, which student and teacher share, without `unshared`."""
 
     size: int

@@ -10,13 +10,14 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trl.trainer.utils import pad
 
+from ..common.replacements import replaced
 from ..compat.deepspeed import whole_for_many_passes
 from ..errors import ConfigError
 from ..losses.model_parts import device_of
 from ..patching.patcher import base_of
 from ..teachers.vocabulary import end_tokens
 from .config import LigerDistillConfig
-from .rows import Writable
+from .rows import AllowedIds
 
 Tokens = list[int]
 
@@ -39,7 +40,7 @@ class ModelSampler:
     """
 
     def __init__(
-        self, args: LigerDistillConfig, tokenizer: PreTrainedTokenizerBase, writable: Writable,
+        self, args: LigerDistillConfig, tokenizer: PreTrainedTokenizerBase, writable: AllowedIds,
         autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext, reshards: bool = True,
     ):  # fmt: skip
         self._args, self._tokenizer, self._writable, self._autocast = args, tokenizer, writable, autocast
@@ -110,18 +111,12 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-@contextlib.contextmanager
-def nothing_by_default(model: nn.Module) -> Iterator[None]:
+def nothing_by_default(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Have `generate` do what its settings say and no more.
 
     What they leave open it would take from the model's own generation config, such as beams or a penalty.
     """
-    base = base_of(model)
-    own, base.generation_config = base.generation_config, GenerationConfig()
-    try:
-        yield
-    finally:
-        base.generation_config = own
+    return replaced(base_of(model), generation_config=GenerationConfig())
 
 
 @contextlib.contextmanager
@@ -148,8 +143,7 @@ def _gathered(model: Any, reshards: bool) -> Iterator[None]:
             unit.reshard()
 
 
-@contextlib.contextmanager
-def no_router_logits(model: Any) -> Iterator[None]:
+def no_router_logits(model: Any) -> contextlib.AbstractContextManager[None]:
     """Have a mixture of experts return no router logits.
 
     With them it computes its auxiliary loss in each forward, and transformers 5.23 cannot for a batch with padding and
@@ -157,13 +151,8 @@ def no_router_logits(model: Any) -> Iterator[None]:
     """
     config = model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
-        yield
-        return
-    config.output_router_logits = False
-    try:
-        yield
-    finally:
-        config.output_router_logits = True
+        return contextlib.nullcontext()
+    return replaced(config, output_router_logits=False)
 
 
 @contextlib.contextmanager
@@ -189,7 +178,7 @@ class VLLMSampler:
 
     def __init__(
         self, args: LigerDistillConfig, model: Any, accelerator: Any, tokenizer: PreTrainedTokenizerBase,
-        writable: Writable,
+        writable: AllowedIds,
     ):  # fmt: skip
         from trl.generation import vllm_generation
 

@@ -79,7 +79,7 @@ def _why_rows(trainer: TrainerHost) -> str | None:
     if isinstance(trainer.model, PeftModel) and any(c.is_prompt_learning for c in trainer.model.peft_config.values()):
         return "prompt learning would put its tokens in front of each slice. Train adapters of layers, such as LoRA's"
     if trainer.aux_loss_enabled:
-        return "the auxiliary loss of a mixture of experts would be that of slices. Set router_aux_loss_coef to 0"
+        return "the auxiliary loss of a mixture of experts would be of slices. Set router_aux_loss_coef to 0"
     multiple = trainer.data_collator.pad_to_multiple_of
     if not multiple or multiple % ranks:
         return f"rows are cut into {ranks} slices of one length. Set pad_to_multiple_of to a multiple of {ranks}"
@@ -108,7 +108,7 @@ def slice_documents(trainer: TrainerHost) -> None:
 
 @dataclass
 class DocumentsByPositions:
-    """A collator around that of packed rows. It leaves what has no value for each token to the positions."""
+    """A collator around the one of packed rows. It leaves what has no value for each token to the positions."""
 
     collator: Any
 

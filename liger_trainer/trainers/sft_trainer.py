@@ -279,7 +279,7 @@ class LigerTrainer(SFTTrainer):
 
     def _averaged_ranks(self) -> int:
         """Return over how many ranks gradients are averaged, where num_items_in_batch counts the tokens of all."""
-        if not self.args.average_tokens_across_devices:
+        if self.accelerator.num_processes == 1 or not self.args.average_tokens_across_devices:
             return 1
         return self.accelerator.num_processes // (self.get_tp_size() * ranks_summed(self))
 

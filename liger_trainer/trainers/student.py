@@ -1,9 +1,9 @@
 """The student of a trainer: how it is loaded, patched and checked."""
 
-import contextlib
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +14,7 @@ from transformers.trainer_utils import align_special_tokens
 from trl.trainer import sft_trainer
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model
 
-from ..common.replacements import Replacements
+from ..common.replacements import replaced
 from ..common.weights import adapter_at, load_whole
 from ..compat.models import note_as_loaded
 from ..compat.recognitions import TRL_CONSTRUCTOR, check
@@ -92,28 +92,28 @@ def patch_student(model: Any, options: PatchOptions | None, loss: LossOptions, m
             f"liger_kernel_config asks for {options}, but the model was patched with {record.options} before. "
             "Leave one of the two away."
         )
+    # Layers may be patched without the loss, as of a model that is no causal LM. A trainer needs the loss.
     if record.fused is None:
         reason = record.report.left_alone["loss"]
         record.undo()
         raise ConfigError(reason)
     try:
         record.remake_mlps(MEMORY[memory])
-    except ConfigError:
+    except ConfigError:  # a model that somebody else has patched stays patched
         if earlier is None:
             record.undo()
         raise
     return record
 
 
-@contextlib.contextmanager
-def patched_sft_module(args: Any) -> Iterator[None]:
+def patched_sft_module(args: Any) -> AbstractContextManager[None]:
     """Change two things in SFTTrainer's module while it constructs itself.
 
     A model that is given by its name must have all its weights in its files, and be no adapter. And adapters on
     `lm_head`, which SFTTrainer refuses because its own fused head would leave them out, are let through: our loss
     includes them.
     """
-    replacements, allowed = Replacements(), getattr(args, "allow_missing_weights", False)
+    allowed = getattr(args, "allow_missing_weights", False)
 
     def load(name: str, **options: Any) -> Any:
         adapter = adapter_at(name, options.get("revision"))
@@ -122,17 +122,10 @@ def patched_sft_module(args: Any) -> Iterator[None]:
         return load_whole(create_model_from_path, name, **{"allow_missing_weights": allowed, **options})
 
     check(TRL_CONSTRUCTOR)
-    replacements.set(sft_trainer, "create_model_from_path", load)
-    if hasattr(sft_trainer, "BaseTunerLayer"):  # only the check of lm_head reads it there
-        replacements.set(sft_trainer, "BaseTunerLayer", _NoLayer)
-    try:
-        yield
-    finally:
-        replacements.undo()
-
-
-class _NoLayer:
-    """Nothing is an instance of it."""
+    changes: dict[str, Any] = {"create_model_from_path": load}
+    if hasattr(sft_trainer, "BaseTunerLayer"):  # only the check of lm_head reads it there, and finds no instance of it
+        changes["BaseTunerLayer"] = type("NoLayer", (), {})
+    return replaced(sft_trainer, **changes)
 
 
 def check_savable(model: Any, processing_class: Any) -> None:
@@ -186,10 +179,14 @@ def disable_dropout(model: nn.Module) -> None:
             setattr(module, name, 0.0)
 
 
+def _adapters(student: Any) -> Iterable[Any]:
+    """Return the configurations of a student's adapters."""
+    return student.peft_config.values() if isinstance(student, PeftModel) else ()
+
+
 def check_no_prefix(student: Any) -> None:
     """Raise ConfigError where adapters put tokens or keys in front of a row that holds several documents."""
-    config: Any
-    for config in student.peft_config.values() if isinstance(student, PeftModel) else ():
+    for config in _adapters(student):
         if config.is_prompt_learning:
             raise ConfigError(
                 f"{config.peft_type.value}: what these adapters put in front of a packed row is the first document's "
@@ -200,8 +197,7 @@ def check_no_prefix(student: Any) -> None:
 
 def check_prompt_learning(student: Any) -> None:
     """Raise ConfigError where adapters put their own positions in front of a row."""
-    config: Any
-    for config in student.peft_config.values() if isinstance(student, PeftModel) else ():
+    for config in _adapters(student):
         # Prefixes are keys and values, so they add no positions.
         if config.is_prompt_learning and config.peft_type != PeftType.PREFIX_TUNING:
             raise ConfigError(
@@ -212,8 +208,7 @@ def check_prompt_learning(student: Any) -> None:
 
 def check_prefixes_kept(student: Any, args: Any) -> None:
     """Raise ConfigError where prefixes would be lost: gradient checkpointing drops the cache that holds them."""
-    config: Any
-    for config in student.peft_config.values() if isinstance(student, PeftModel) else ():
+    for config in _adapters(student):
         if config.peft_type == PeftType.PREFIX_TUNING and args.gradient_checkpointing:
             raise ConfigError(
                 "PREFIX_TUNING: prefixes are keys and values in the cache, which gradient checkpointing does without. "

@@ -48,23 +48,6 @@ def test_questions_on_a_terminal(new, purpose, monkeypatch):
     assert config["dataset_name"] == "b"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "--purpose is missing, and there is no terminal to ask on."),
-        (["--purpose", "sft", "--model", "a"], "--method is missing"),
-        (["--purpose", "sft", "--model", "a", "--teacher", "b"], "--teacher: only --purpose distill has a teacher."),
-        (["--purpose", "distill", "--model", "a"], "--teacher is missing"),
-        (["taken.yaml", "--purpose", "sft"], "taken.yaml exists; choose another name or add --force."),
-    ],
-)
-def test_what_is_refused(new, tmp_path, words, message):
-    (tmp_path / "taken.yaml").write_text("kept")
-    code, _, err = new(*words)
-    assert code == 2 and message in err and (tmp_path / "taken.yaml").read_text() == "kept"
-    assert [path.name for path in tmp_path.iterdir()] == ["taken.yaml"]
-
-
 def test_what_it_writes_trains(new, tmp_path_factory, tmp_path, capsys, monkeypatch):
     """On a tiny model, with everything else as it was written."""
     stand_ins, model = StandIns(tmp_path_factory.mktemp("stand-ins")), "demo:smollm2-135m-instruct"

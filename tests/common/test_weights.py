@@ -8,20 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from commands import call, settings, without_report, write_rows
+from commands import call, done, refused, settings, without_report, write_rows
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny import completions, tiny_model, tiny_tokenizer, train_args
+from tiny import completions, tiny_model, tiny_tokenizer
+from trainings import distill, sft
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-from trl import SFTConfig
 
-from liger_trainer import (
-    AutoLigerKernelForCausalLM,
-    DistillationCallback,
-    LigerDistillConfig,
-    LigerDistillTrainer,
-    LigerTrainer,
-)
+from liger_trainer import AutoLigerKernelForCausalLM, DistillationCallback
 from liger_trainer.common.weights import load_whole
 from liger_trainer.errors import ConfigError
 
@@ -47,7 +41,7 @@ def saved(directory: Path, *lost: str, family: str = "llama", shards: str = "1GB
 
 @pytest.fixture
 def cli(tmp_path, monkeypatch, capsys):
-    """The command line beside two whole models, rows and configurations: exit code and stderr."""
+    """The command line beside two whole models, rows and configurations."""
     monkeypatch.chdir(tmp_path)
     without_report(monkeypatch)
     for seed, name in enumerate(("student", "teacher")):
@@ -55,7 +49,7 @@ def cli(tmp_path, monkeypatch, capsys):
     write_rows(tmp_path / "rows.jsonl", completions(10).to_list())
     for name, text in (("sft", SETTINGS), ("distill", DISTILL), ("cache", f"{DISTILL}teacher_cache_dir: cache\n")):
         (tmp_path / f"{name}.yaml").write_text(text)
-    return lambda *words: call(capsys, *words)[::2]
+    return lambda *words: call(capsys, *words)
 
 
 COMMANDS = {
@@ -77,9 +71,9 @@ COMMANDS = {
 def test_a_tensor_that_is_missing_ends_each_command(name, cli, tmp_path):
     command, config, broken, *overrides = COMMANDS[name]
     change(tmp_path / broken, HEAD)
-    code, err = cli(command, config, *overrides)
-    assert code == 2 and f"missing: {HEAD}" in err and "LlamaForCausalLM" in err and "allow_missing_weights" in err
-    assert ("teacher" if broken == "teacher" else "model_name_or_path") in err
+    named = "teacher" if broken == "teacher" else "model_name_or_path"
+    said = (f"missing: {HEAD}", "LlamaForCausalLM", "allow_missing_weights", named)
+    refused(cli(command, config, *overrides), 2, *said)
     written = {file.name for name in ("out", "out-student", "cache") for file in tmp_path.glob(f"{name}/**/*")}
     assert written <= {"README.md", ".lock"}
 
@@ -94,66 +88,51 @@ def test_unless_that_is_meant(name, cli, tmp_path):
     command, config, broken, *overrides = COMMANDS[name]
     for each in {broken, *(["teacher"] if config == "distill.yaml" else [])}:
         change(tmp_path / each, HEAD, extra=torch.zeros(2))
-    code, err = cli(command, config, *overrides, "allow_missing_weights=true")
-    assert code == 0, err
+    done(cli(command, config, *overrides, "allow_missing_weights=true"))
 
 
-def test_a_run_whose_weights_are_gone_is_not_evaluated(cli, tmp_path):
-    assert cli("run", "sft.yaml")[0] == 0
-    assert cli("eval", "out")[0] == 0
-    change(tmp_path / "out", LAYER)
-    code, err = cli("eval", "out")
-    assert code == 2 and f"missing: {LAYER}" in err
-
-
-def test_an_adapter_whose_weights_are_gone(cli, tmp_path):
-    lora = ("use_peft=true", "lora_target_modules=[q_proj,v_proj]")
-    assert cli("run", "sft.yaml", *lora)[0] == 0
-    assert cli("eval", "out")[0] == 0 and cli("merge", "out", "merged")[0] == 0
-    lost = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
-    change(tmp_path / "out", lost)
+def test_a_run_or_an_adapter_whose_weights_are_gone(cli, tmp_path):
+    done(cli("run", "sft.yaml", "output_dir=whole"))
+    done(cli("eval", "whole"))
+    change(tmp_path / "whole", LAYER)
+    refused(cli("eval", "whole"), 2, f"missing: {LAYER}")
+    done(cli("run", "sft.yaml", "use_peft=true", "lora_target_modules=[q_proj,v_proj]"))
+    done(cli("eval", "out"))
+    done(cli("merge", "out", "merged"))
+    lost = "base_model.model.model.layers.1.self_attn.q_proj.lora_B"
+    change(tmp_path / "out", f"{lost}.weight")
     for command in (("eval", "out"), ("merge", "out", "again")):
-        code, err = cli(*command)
-        assert code == 2 and "out has no weights for some layers of student" in err
-        assert "Missing: base_model.model.model.layers.1.self_attn.q_proj.lora_B" in err
+        refused(cli(*command), 2, "out has no weights for some layers of student", f"Missing: {lost}")
     change(tmp_path / "student", HEAD)
-    code, err = cli("merge", "out", "again")
-    assert code == 2 and f"missing: {HEAD}" in err
+    refused(cli("merge", "out", "again"), 2, f"missing: {HEAD}")
 
 
 # In Python
 
 
-def _trainer(cls, student, config=SFTConfig, *, options=None, **kwargs):
-    args = train_args(config, max_steps=1, **(options or {}))
-    data = {"train_dataset": completions(4), "processing_class": tiny_tokenizer()}
-    return cls(str(student), args=args, **data, **kwargs)
-
-
 def _tuning(student, **options):
-    return _trainer(LigerTrainer, student, options=options)
+    return sft(str(student), completions(4), max_steps=1, **options)
 
 
 def _distillation(student, teacher, **options):
-    return _trainer(LigerDistillTrainer, student, LigerDistillConfig, options=options, teacher_model=str(teacher))
+    return distill(str(student), str(teacher), completions(4), max_steps=1, **options)
 
 
 def _called_back(teacher, **kwargs):
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2
     callback = DistillationCallback(str(teacher), teacher_model_init_kwargs=kwargs or None)
-    args = train_args(TrainingArguments, max_steps=1)
-    Trainer(tiny_model(), args, train_dataset=rows, callbacks=[callback], processing_class=tiny_tokenizer()).train()
+    sft(tiny_model(), rows, cls=Trainer, config=TrainingArguments, max_steps=1, callbacks=[callback]).train()
 
 
 def test_a_missing_tensor_of_a_model_that_python_names(tmp_path):
     whole, broken = saved(tmp_path / "whole", seed=1), saved(tmp_path / "broken", LAYER)
     allowed = {"allow_missing_weights": True}
-    for refused in (
+    for load_it in (
         lambda: _tuning(broken), lambda: _distillation(broken, whole), lambda: _distillation(whole, broken),
         lambda: _called_back(broken), lambda: AutoLigerKernelForCausalLM.from_pretrained(broken),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"missing: {LAYER}"):
-            refused()
+            load_it()
     _tuning(broken, model_init_kwargs=allowed).train()
     _distillation(whole, broken, teacher_model_init_kwargs=allowed).train()
     _distillation(broken, broken, **allowed).train()
@@ -248,6 +227,4 @@ def test_an_expert_that_is_missing(tmp_path):
 def test_adapters_are_not_weights_that_the_base_lacks(tmp_path):
     """A PEFT model in memory comes from a whole base."""
     base = load(saved(tmp_path / "model"))
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    args = train_args(SFTConfig, max_steps=1)
-    LigerTrainer(model, args=args, train_dataset=completions(4), processing_class=tiny_tokenizer()).train()
+    sft(get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")), max_steps=1).train()

@@ -40,13 +40,10 @@ def values_of(key: str) -> list:
     return [value for kind in kinds for value in VALUES[kind]]
 
 
-def test_the_schema_is_valid():
-    EDITOR.check_schema(EDITOR.schema)
-
-
 @pytest.mark.parametrize("families", [("smollm2", "gemma3"), pytest.param("", marks=pytest.mark.slow)])
-def test_the_schema_accepts_every_built_in_configuration(families):
+def test_the_schema_is_valid_and_accepts_every_built_in_configuration(families):
     """By default those of two families, which have all kinds."""
+    EDITOR.check_schema(EDITOR.schema)
     for name, resource in built_in_configs().items():
         if name.startswith(families):
             assert not list(EDITOR.iter_errors(parse_yaml(resource.read_text()))), name
@@ -72,6 +69,8 @@ def test_an_editor_sees_the_conflicts_that_the_check_finds(document):
     [
         ({"teacher_server_top_k": 8}, "teacher_server_top_k: has no effect without `teacher: server`."),
         ({"teacher": "cache"}, "teacher_cache_dir: missing; `teacher: cache` needs it."),
+
+        ({"cache_bits": 8.0}, "cache_bits: expected one of 8, 16, got 8.0 (a number). Write 8."),
         ({"teacher_load_in_4bit": True, "teacher_load_in_8bit": True}, "give either teacher_load_in_4bit or"),
         ({"lmbda": 1.5}, "lmbda: expected a number of at most 1, got 1.5."),
         ({"min_p": 2.0}, "min_p: expected a number of at most 1"),
@@ -86,6 +85,7 @@ def test_an_editor_sees_the_conflicts_that_the_check_finds(document):
         ({"vllm_server_base_url": "localhost:1"}, "vllm_server_base_url: expected an address such as http://"),
         ({"temperature": 2.0, "teacher": "server", "teacher_server_model": "m",
           "teacher_server_base_url": "http://[::1]:80/v1"}, "temperature: a server's log-probabilities are of temp"),
+
         ({"cache_entries": 1000, "cache_tail_draws": 25}, "cache_tail_draws: a cache holds at most 1,024"),
         ({"cache_kind": "sampled", "cache_tail_draws": 1}, "cache_tail_draws: are of `cache_kind: topk`"),
     ],

@@ -1,4 +1,4 @@
-"""Evaluation on 1, 2 and 3 processes: every metric is that of one, whatever accelerate fills the last batch with.
+"""Evaluation on 1, 2 and 3 processes: every metric is one process's, whatever accelerate fills the last batch with.
 
 Run as a script, it is one of several processes and evaluates the cases that it is told.
 """

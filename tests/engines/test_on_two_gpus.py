@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import trl
-from engines.sharded_models import cases
 from engines.twenty_steps import save_models
 from processes import HERE, outcome_of
+from test_sharded_models import cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def gradients():
-    return outcome_of(2, "engines/sharded_models.py", "quick", "slow", gpus=True)
+    return outcome_of(2, "../engines/test_sharded_models.py", "quick", "slow", gpus=True)
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)

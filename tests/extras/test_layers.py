@@ -1,4 +1,4 @@
-"""The layers of modules/ beside Hugging Face's and torch's, or formulas in fp64: values, gradients, state dicts."""
+"""The layers of modules/ against Hugging Face's and torch's, or formulas in fp64: values, gradients, state dicts."""
 
 from types import SimpleNamespace
 
@@ -331,7 +331,7 @@ def test_experts_are_hugging_faces():
 
 
 def test_experts_in_bf16_are_grouped_products():
-    """Values and gradients beside fp64; an expert without tokens has gradient 0."""
+    """Values and gradients against fp64; an expert without tokens has gradient 0."""
     experts = mixtral()[0].bfloat16()
     x, weights = random(40, 24, dtype=BF16), torch.rand(40, 2)
     index = torch.stack([torch.randperm(3)[:2] for _ in range(40)])

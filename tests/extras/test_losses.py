@@ -104,7 +104,7 @@ def test_fused_linear_cross_entropy_is_torchs(case, reduction):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_cross_entropy_in_place(reduction):
-    """The gradient lies where the logits lay, and is the same; what is returned beside the loss is taken before."""
+    """The gradient lies where the logits lay, and is the same; what is returned besides the loss is taken before."""
     head, target = nn.Linear(H, V), labels()
     options = dict(reduction=reduction, lse_square_scale=1e-2, return_z_loss=True, return_predicted_tokens=True)
     logits = head(X)

@@ -157,7 +157,7 @@ def test_operations_that_stay_deferred(hidden, name, bias):
     want = real(toy, hidden, operation)
     with deferred_logits(toy) as forward:
         got = operation(toy.head(hidden))
-    assert forward.obstacle is None and isinstance(got, DeferredLogits)
+    assert forward.why_not_deferred is None and isinstance(got, DeferredLogits)
     assert (got.shape, got.size(), got.size(-1)) == (want.shape, want.size(), want.size(-1))
     assert (got.dtype, got.device, got.ndim, got.dim()) == (want.dtype, want.device, want.ndim, want.dim())
     torch.testing.assert_close(got.compute(), want)

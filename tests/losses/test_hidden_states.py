@@ -257,7 +257,7 @@ def test_what_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="not with FSDP1 or models split over devices. Use DDP, FSDP2 or Deep"):
         LossState(trainer, trainer.args.loss_plan())
     monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", True)
-    with pytest.raises(ConfigError, match="beside a student that FSDP shards: .* name it in optim; one was given"):
+    with pytest.raises(ConfigError, match="next to a student that FSDP shards: .* name it in optim; one was given"):
         LossState(trainer, trainer.args.loss_plan())
     trainer.optimizer, trainer.args.optim = None, "adafactor"
     with pytest.raises(ConfigError, match="one of torch's optimizers, such as adamw_torch; got optim=adafactor"):

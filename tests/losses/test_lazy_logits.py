@@ -9,7 +9,7 @@ from accelerate.utils.operations import convert_to_fp32, pad_across_processes
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 
-from liger_trainer.losses.deferred_logits import DeferredLogits, Forward
+from liger_trainer.losses.deferred_logits import DeferredLogits, DeferredPass
 from liger_trainer.losses.deferring_head import LazyLogits
 from liger_trainer.losses.model_parts import Head
 
@@ -35,7 +35,7 @@ def logits(computed):
     torch.manual_seed(0)
     head, hidden = nn.Linear(8, SHAPE[-1]), torch.randn(*SHAPE[:-1], 8)
     with torch.no_grad():
-        deferred = DeferredLogits.of(hidden, Head(head.weight, head.bias), head.forward, Forward("model", False))
+        deferred = DeferredLogits.of(hidden, Head(head.weight, head.bias), head.forward, DeferredPass("model", False))
         return LazyLogits.of(deferred * 2.0), head(hidden) * 2.0
 
 
@@ -93,7 +93,7 @@ def test_anything_else_is_done_to_the_real_logits(name, logits, computed):
 def test_the_autocast_of_their_forward_holds():
     head, hidden = nn.Linear(8, 16), torch.randn(2, 8)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        deferred = DeferredLogits.of(hidden, Head(head.weight, head.bias), head.forward, Forward("model", False))
+        deferred = DeferredLogits.of(hidden, Head(head.weight, head.bias), head.forward, DeferredPass("model", False))
         lazy, want = LazyLogits.of(deferred), head(hidden)
     assert lazy.dtype == want.dtype == torch.bfloat16
     assert torch.equal(lazy.detach(), want) and torch.equal(lazy.float().detach(), want.float())

@@ -169,7 +169,7 @@ def test_a_loss_that_is_not_finite_leaves_the_share_as_it_is():
         ({"losses": [{"type": "forward_kl"}, {"type": "hidden_mse"}], "teacher": "server"},
          "losses: hidden_mse needs the teacher's model; teacher: server has none"),
         ({"losses": [{"type": "forward_kl"}, {"type": "tvd", "weight": 0}], "teacher": "cache"},
-         "losses: a teacher cache with draws from the rest determines the forward KL alone.*asks for forward_kl, tvd"),
+         "losses: a teacher cache with draws from the rest determines only the forward KL.*asks for forward_kl, tvd"),
         ({"schedules": {"temperature": {"to": 2.0}}, "teacher": "cache"}, "what teacher: cache answers is of one temp"),
         ({"schedules": {"forward_kl_weight": {"to": 0.0}}, "teacher": "cache"}, "must stay above 0 with draws"),
     ],

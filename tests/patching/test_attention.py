@@ -10,15 +10,9 @@ import pytest
 import torch
 import transformers
 from families import build
-from steps import only
-from tiny import (
-    SIZES,
-    assert_same_gradients,
-    gradients,
-    masked_batch,
-    named_gradients,
-    spread_weights,
-)
+from recorders import calls_of
+from steps import assert_same_step, only
+from tiny import SIZES, assert_same_gradients, gradients, masked_batch, spread_weights
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.codegen import modeling_codegen
@@ -26,10 +20,9 @@ from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.llama import modeling_llama
 from transformers.models.nanochat import modeling_nanochat
 
-from liger_trainer.compat.code_objects import rebound
 from liger_trainer.patching.layers import attention as patching
 from liger_trainer.patching.layers import deferred_norm, rotary
-from liger_trainer.patching.layers.rotary import is_alone, prove_alone, replacement_alone
+from liger_trainer.patching.layers.rotary import takes_one
 from liger_trainer.patching.patcher import patch
 
 ROPE, FUSED = "rope", "QK norm + rope"
@@ -85,38 +78,20 @@ def patch_rope(model):
     return patch(model, only("rope"))
 
 
-def outputs(model):
-    result = model(**masked_batch())
-    return result.logits, named_gradients(model, result.loss)
+def pair(model):
+    """A copy as it was, the model with our rotations, and what was swapped."""
+    plain = copy.deepcopy(model)
+    return plain, model, patch_rope(model).report.swapped
 
 
-def assert_same(model, plain, rtol=1e-5, values=1e-5):
-    """Random draws, too, are the same in both."""
-    results = []
-    for each in (model, plain):
-        torch.manual_seed(3)
-        results.append(outputs(each))
-    (got, gradients), (want, wanted) = results
-    assert got.dtype == want.dtype
-    torch.testing.assert_close(got, want, rtol=values, atol=values * max(1, want.abs().max().item()))
-    assert_same_gradients(gradients, wanted, rtol)
+def assert_same(model, plain, rtol=1e-5, loss_rtol=1e-5):
+    assert_same_step(model, plain, rtol=rtol, loss_rtol=loss_rtol)
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """How often each op runs."""
-    counts = dict.fromkeys((ROPE, FUSED), 0)
-
-    def counted(kind, op):
-        def call(*args, **options):
-            counts[kind] += 1
-            return op(*args, **options)
-
-        return call
-
-    monkeypatch.setattr(rotary, "rope", counted(ROPE, rotary.rope))
-    monkeypatch.setattr(deferred_norm, "qk_norm_rope", counted(FUSED, deferred_norm.qk_norm_rope))
-    return counts
+def calls(monkeypatch) -> dict[str, list]:
+    """The calls of each op."""
+    return {ROPE: calls_of(monkeypatch, rotary, "rope"), FUSED: calls_of(monkeypatch, deferred_norm, "qk_norm_rope")}
 
 
 @pytest.mark.parametrize(
@@ -124,16 +99,15 @@ def calls(monkeypatch):
 )
 def test_loss_and_gradients(request, name, path, calls):
     model = model_of(name, **({"num_hidden_layers": 1} if path == "triton" else {}))
-    plain, (kind, modules, times) = copy.deepcopy(model), CASES[name][2:]
-    patched = patch_rope(model)
+    plain, (kind, modules, times), report = copy.deepcopy(model), CASES[name][2:], patch_rope(model).report
     if path == "triton":
         request.getfixturevalue("kernels")
         assert_same(model, plain)
         return
-    assert patched.report.swapped == {kind: modules}
-    assert not [name for name in patched.report.left_alone if "Attention" in name]
+    assert report.swapped == {kind: modules} and not [name for name in report.left_alone if "Attention" in name]
     assert_same(model, plain)
-    assert times in (None, calls[kind]) and sum(calls.values()) == calls[kind] > 0
+    (other,) = calls.keys() - {kind}
+    assert times in (None, len(calls[kind])) and calls[kind] and not calls[other]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "olmo2", "exaone4"])
@@ -146,29 +120,24 @@ def test_generation_with_a_cache(name, calls):
     got = model.generate(**prompt, return_dict_in_generate=True, output_logits=True)
     assert torch.equal(got.sequences, want.sequences)
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=1e-5, atol=1e-5)
-    assert sum(calls.values()) >= 6
-
-
-def checkpointed(model):
-    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    assert sum(map(len, calls.values())) >= 6
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_training_with_checkpointing_and_dropout(name):
-    model = model_of(name, attention_dropout=0.2)
-    plain = copy.deepcopy(model)
-    patch_rope(model), checkpointed(model), checkpointed(plain)
+    plain, model, _ = pair(model_of(name, attention_dropout=0.2))
+    for each in (model, plain):
+        each.train().gradient_checkpointing_enable({"use_reentrant": False})
     assert_same(model, plain)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("qwen3", torch.float32), ("qwen3", torch.bfloat16), ("olmo2", torch.float32), ("olmo", torch.bfloat16)],
-)
+    [("qwen3", torch.float32), ("qwen3", torch.bfloat16), ("olmo2", torch.float32), ("olmo", torch.bfloat16),
+     ("codegen", torch.bfloat16), ("gptj", torch.bfloat16)],
+)  # fmt: skip
 def test_autocast(name, dtype):
-    model = model_of(name).to(dtype)
-    plain = copy.deepcopy(model)
-    patch_rope(model)
+    plain, model, _ = pair(model_of(name).to(dtype))
     with torch.autocast("cpu", torch.bfloat16):
         assert_same(model, plain, 8e-2, 5e-2)
 
@@ -177,20 +146,10 @@ def test_norms_that_are_changed_in_place():
     """OLMoE clips its queries between norm and rotation."""
     model = model_of("olmoe")
     model.config.clip_qkv = 0.5
-    plain = copy.deepcopy(model)
-    assert patch_rope(model).report.swapped == {FUSED: 2}
+    plain, model, swapped = pair(model)
+    assert swapped == {FUSED: 2}
     with torch.no_grad():  # in place on a norm's output, which its backward needs
         torch.testing.assert_close(model(**masked_batch()).logits, plain(**masked_batch()).logits)
-
-
-def test_layers_and_models_share_one_function():
-    model, other = model_of("llama"), model_of("llama")
-    patch_rope(model), patch_rope(other)
-    forwards = {layer.self_attn.forward.__func__ for x in (model, other) for layer in x.model.layers}
-    assert len(forwards) == 1
-    assert len([name for name in vars(modeling_llama) if name.startswith("_liger_trainer_")]) == 1
-    with pytest.raises(ValueError, match="does not read rope"):
-        rebound(modeling_llama.LlamaAttention.forward, "rope", print, print)
 
 
 def test_weights_that_come_and_go(calls):
@@ -201,15 +160,13 @@ def test_weights_that_come_and_go(calls):
     patched = patch_rope(model)
     batch = masked_batch()
     torch.testing.assert_close(model(**batch).logits, plain(**batch).logits)
-    assert calls == {ROPE: 2, FUSED: 0}
+    assert len(calls[ROPE]) == 2 and not calls[FUSED]
     patched.undo()
     torch.testing.assert_close(model(**batch).logits, plain(**batch).logits)
 
 
 def test_compiled_with_graph_breaks():
-    model = model_of("qwen3", num_hidden_layers=1)
-    plain = copy.deepcopy(model)
-    patch_rope(model)
+    plain, model, _ = pair(model_of("qwen3", num_hidden_layers=1))
     torch._dynamo.reset()
     for layer in model.model.layers:
         layer.self_attn.q_proj.register_forward_hook(torch.compiler.disable(lambda module, args, output: None))
@@ -220,15 +177,8 @@ def test_compiled_with_graph_breaks():
 def test_what_is_put_into_the_module_later_is_seen(monkeypatch):
     model = model_of("llama")
     patch_rope(model)
-    seen = []
-
-    def attention(module, query, *args, **kwargs):
-        seen.append(module)
-        return original(module, query, *args, **kwargs)
-
-    original = modeling_llama.eager_attention_forward
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", attention)
-    outputs(model)
+    seen = calls_of(monkeypatch, modeling_llama, "eager_attention_forward")
+    model(**masked_batch())
     assert len(seen) == 2
 
 
@@ -255,9 +205,7 @@ def test_heads_of_few_columns(request, name, head_dim, path):
 )  # fmt: skip
 def test_hooks_on_one_of_the_norms_count(norm, kind, calls):
     """Each doubles the tensor that it is given; the other norm waits all the same."""
-    model = model_of("qwen3")
-    plain = copy.deepcopy(model)
-    patch_rope(model)
+    plain, model, _ = pair(model_of("qwen3"))
     seen = []
 
     def double(module, *given):
@@ -268,7 +216,7 @@ def test_hooks_on_one_of_the_norms_count(norm, kind, calls):
     for each in (model, plain):
         getattr(each.model.layers[0].self_attn.get_submodule(norm), f"register_{kind}")(double)
     assert_same(model, plain)
-    assert [type(x) for x in seen] == [torch.Tensor] * 2 and calls == {ROPE: 1, FUSED: 1}
+    assert [type(x) for x in seen] == [torch.Tensor] * 2 and [*map(len, calls.values())] == [1, 1]
 
 
 def of_more(q, k, cos, sin, factor):
@@ -343,25 +291,7 @@ def test_proof_accepts():
         assert proof(function_with(pairs, cast=True), *layouts) == rotary.RotaryRule(interleaved=True)
     assert isinstance(proof(TURN, "halves", "pairs"), str)
     gemma, codegen = (m.apply_rotary_pos_emb for m in (modeling_gemma4, modeling_codegen))
-    assert is_alone(gemma) and is_alone(codegen) and not is_alone(modeling_nanochat.apply_rotary_pos_emb)
-
-
-@pytest.mark.parametrize("heads_dim", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_function_of_one_tensor(heads_dim, dtype):
-    own = modeling_gemma4.apply_rotary_pos_emb
-    rule = prove_alone(own, frozenset({"halves"}))
-    assert not isinstance(rule, str)
-    ours = replacement_alone(own, rule)
-    x = torch.randn((2, 3, 5, 16) if heads_dim == 1 else (2, 5, 3, 16)).to(dtype)
-    angles = torch.randn(2, 5, 8).repeat(1, 1, 2)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    got, want = (f(x, cos, sin, unsqueeze_dim=heads_dim) for f in (ours, own))
-    assert got.dtype == want.dtype
-    torch.testing.assert_close(got, want, **({} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}))
-    torch.testing.assert_close(ours(x, cos=cos, sin=sin, unsqueeze_dim=heads_dim), got)
-    without_heads = x.select(heads_dim, 0), cos, cos, 0
-    torch.testing.assert_close(ours(*without_heads), own(*without_heads), rtol=0, atol=0)
+    assert takes_one(gemma) and takes_one(codegen) and not takes_one(modeling_nanochat.apply_rotary_pos_emb)
 
 
 def test_other_calls_go_to_the_models_function():
@@ -471,9 +401,8 @@ HALF = "cos, sin = cos[..., :2].repeat(1, 1, 2), sin[..., :2].repeat(1, 1, 2)"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_code_around_the_rotation(call, function, kind, called, dtype, calls, monkeypatch):
     """Narrow queries meet wide weights after they are rounded, and not before."""
-    model = Wrapped(attention_of(call, function, monkeypatch))
-    plain = copy.deepcopy(model)
-    assert patch_rope(model).report.swapped == {kind: 1}
+    plain, model, swapped = pair(Wrapped(attention_of(call, function, monkeypatch)))
+    assert swapped == {kind: 1}
     x, (cos, sin) = torch.randn(2, 4, 5, 8), (torch.randn(1, 5, 4).repeat(1, 1, 2) for _ in range(2))
     results = []
     for each in (model, plain):
@@ -484,7 +413,7 @@ def test_code_around_the_rotation(call, function, kind, called, dtype, calls, mo
         results.append((loss, {**gradients(each), "x": leaf.grad}))
     torch.testing.assert_close(results[0][0], results[1][0])
     assert_same_gradients(results[0][1], results[1][1], 1e-5 if dtype == torch.float32 else 1e-2)
-    assert calls[called] == 1
+    assert len(calls[called]) == 1
 
 
 def test_gradients_are_not_lost_in_someone_elses_function(monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import shutil
 import sys
 import warnings
@@ -10,24 +11,15 @@ import pytest
 import torch
 from quick_cases import slow_but
 from steps import adapted
-from tiny import (
-    assert_same_gradients,
-    completions,
-    masked_batch,
-    named_gradients,
-    shift_labels_of,
-    texts,
-    tiny_model,
-    tiny_tokenizer,
-    train_args,
-)
+from tiny import assert_same_gradients, masked_batch, named_gradients, shift_labels_of, texts, tiny_model, train_args
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from trainings import distill, logged, sft
 from transformers import Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 import liger_trainer
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
+from liger_trainer import patch
 from liger_trainer.errors import MaterializedLogitsWarning
 from liger_trainer.kernels import _triton
 from liger_trainer.losses.deferred_logits import DeferredLogits
@@ -105,31 +97,21 @@ def test_arguments(call):
 
 
 @whole_graph
-@pytest.mark.slow
-def test_per_token_values():
-    _, model, _ = pair(layers=0)
-    assert_same_outputs(model, masked_batch() | {"fused_lm_head": True, "num_items_in_batch": torch.tensor(9)}, 6)
-
-
-def assert_same_outputs(model, batch, at_least):
+@pytest.mark.parametrize("loss", slow_but(["per token", "distillation"], "distillation"))
+def test_outputs_of_the_fused_head(loss):
+    _, model, patched = pair(layers=0)
+    batch = masked_batch() | {"fused_lm_head": True, "num_items_in_batch": torch.tensor(9)}
+    if loss == "distillation":
+        patched.fuse(LossOptions(distillation=Distillation(ce_weight=0.3)))
+        teacher = tiny_model("qwen3", seed=3)
+        with torch.no_grad(), deferred_logits(teacher):
+            batch["teacher_logits"] = teacher(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     got, want = compiled(model)(**batch), dict(model(**batch))
     del want["uncast"]  # which a graph does not return
-    assert got.keys() == want.keys() and len(got) >= at_least
+    assert got.keys() == want.keys() and len(got) >= (12 if loss == "distillation" else 6)
     for name, value in want.items():
         torch.testing.assert_close(got[name], value)
         assert got[name].requires_grad == value.requires_grad == (name in ("loss", "token_loss"))
-
-
-@whole_graph
-def test_distillation():
-    _, model, patched = pair(layers=0)
-    teacher = tiny_model("qwen3", seed=3)
-    patched.fuse(LossOptions(distillation=Distillation(ce_weight=0.3)))
-    batch = masked_batch()
-    with torch.no_grad(), deferred_logits(teacher):
-        logits = teacher(**{k: x for k, x in batch.items() if k != "labels"}).logits
-    batch |= {"teacher_logits": logits, "fused_lm_head": True, "num_items_in_batch": torch.tensor(9)}
-    assert_same_outputs(model, batch, 12)
 
 
 @whole_graph
@@ -227,27 +209,17 @@ def run(make, **options):
     counters.clear()
     trainer = make(tiny_model("qwen3", num_hidden_layers=1), **options)
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, {reason.splitlines()[0] for reason in counters["graph_break"]}
-
-
-def sft(cls):
-    return lambda model, **options: cls(
-        model, train_args(SFTConfig, **options), train_dataset=completions(), processing_class=tiny_tokenizer()
-    )
+    return logged(trainer), {reason.splitlines()[0] for reason in counters["graph_break"]}
 
 
 def distillation(model, **options):
-    return LigerDistillTrainer(
-        model, teacher_model=tiny_model("llama", seed=5), args=train_args(LigerDistillConfig, **options),
-        train_dataset=texts(), processing_class=tiny_tokenizer(),
-    )  # fmt: skip
+    return distill(model, tiny_model("llama", seed=5), texts(), **options)
 
 
 @whole_graph
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plain", "ours", "rel"), [(sft(SFTTrainer), sft(LigerTrainer), 1e-4), (distillation, distillation, 1e-5)]
+    ("plain", "ours", "rel"), [(functools.partial(sft, cls=SFTTrainer), sft, 1e-4), (distillation, distillation, 1e-5)]
 )
 def test_our_trainers(plain, ours, rel):
     want, _ = run(plain, **RUN)

@@ -120,8 +120,7 @@ def test_hybrids_are_judged_as_measured(name, by_lengths):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "mixtral", "granite"])
 def test_attention_is_judged_as_measured(family):
     model = tiny_model(family)
-    assert why_documents_mix(model, by_lengths=False) is None
-    assert judged(model, by_lengths=True) == ""
+    assert why_documents_mix(model, by_lengths=False) is None and judged(model, by_lengths=True) == ""
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "opt"])
@@ -143,8 +142,8 @@ def test_the_error_names_the_layers_and_what_to_set():
 def test_layers_whose_kernels_are_in_place_are_let_through(monkeypatch):
     model = tiny("lfm2")
     place = sys.modules[type(model).__module__]
-    guarded = [n for n, f in vars(place).items() if hasattr(f, "__code__")
-               and "is_new_implementation" in f.__code__.co_freevars]  # fmt: skip
+    free = {name: getattr(getattr(f, "__code__", None), "co_freevars", ()) for name, f in vars(place).items()}
+    guarded = [name for name, variables in free.items() if "is_new_implementation" in variables]
     if not guarded:
         pytest.skip("this transformers does not refuse packed rows without kernels, so nothing is let through")
 
@@ -180,23 +179,22 @@ def test_an_attention_of_one_s_own_is_trusted_where_the_user_says_so():
 # Slices of rows, on several GPUs. The exchange itself: tests/engines
 
 
+def windowed(window, *kinds):
+    """Flash attention is told the window beside the mask."""
+    model = tiny_model("qwen3")
+    model.config.layer_types, model.config.sliding_window = list(kinds), window
+    model.config._attn_implementation_internal = "flash_attention_2"
+    return model
+
+
 @pytest.mark.parametrize("model, words", [
     (lambda: tiny_model("llama"), None),
     (lambda: tiny_model("llama", attn_implementation="eager"), "is eager"),
     (lambda: tiny_model("gemma3"), "windows of its attention (sliding_attention)"),
     (lambda: tiny("lfm2"), "layers of type conv"),
+    (lambda: windowed(8, "sliding_attention", "sliding_attention"), None),
+    (lambda: windowed(None, "chunked_attention", "full_attention"), "chunked_attention"),
 ])  # fmt: skip
-def test_obstacles(model, words):
+def test_models_whose_rows_cannot_be_sliced_say_why(model, words):
     reason = why_not_sliced(model())
     assert reason is None if words is None else words in reason
-
-
-@pytest.mark.parametrize("window, kinds, refused", [
-    (8, ["sliding_attention"] * 2, False),  # flash attention is told the window beside the mask
-    (None, ["chunked_attention", "full_attention"], True),
-])  # fmt: skip
-def test_windows_by_flash_attention(window, kinds, refused):
-    model = tiny_model("qwen3")
-    model.config.layer_types, model.config.sliding_window = kinds, window
-    model.config._attn_implementation_internal = "flash_attention_2"
-    assert (why_not_sliced(model) is not None) is refused

@@ -1,4 +1,4 @@
-"""Liger-Kernel's names: apply_liger_kernel_to_<family>, AutoLigerKernelForCausalLM, the snippets of its README."""
+"""Liger-Kernel's names: apply_liger_kernel_to_<family>, AutoLigerKernelForCausalLM."""
 
 import copy
 import inspect
@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 import transformers
+from recorders import calls_of
 from steps import assert_same_step
 from tiny import masked_batch, tiny_model
 from transformers import LlamaForCausalLM
@@ -17,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 import liger_trainer
 from liger_trainer import AutoLigerKernelForCausalLM, PatchOptions, patch
 from liger_trainer.errors import ConfigError
-from liger_trainer.kernels.cross_entropy import cross_entropy
+from liger_trainer.losses import answers
 from liger_trainer.losses.deferred_logits import DeferredLogits
 from liger_trainer.patching import families
 from liger_trainer.patching.families import apply_liger_kernel_to_llama
@@ -31,13 +32,9 @@ TYPES = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPI
 def every_family_undone():
     constructors = {c: vars(c)["__init__"] for c in (LlamaForCausalLM, transformers.Gemma2ForCausalLM)}
     yield
-    undo_all()
-    assert all(vars(c)["__init__"] is before for c, before in constructors.items())
-
-
-def undo_all():
     for handle in list(families._wrapped.values()):
         handle.undo()
+    assert all(vars(c)["__init__"] is before for c, before in constructors.items())
 
 
 @pytest.fixture(scope="module")
@@ -145,21 +142,13 @@ def test_the_last_call_counts():
 # With a model
 
 
-@pytest.mark.parametrize("family", ["gemma2", "granite", "phi", "mixtral"])  # test_patcher.py has others
-def test_an_instance_computes_what_it_did(family):
-    model = tiny_model(family)
-    plain = copy.deepcopy(model)
-    apply = getattr(liger_trainer, f"apply_liger_kernel_to_{model.config.model_type}")
-    record = apply(model=model)
-    assert record is patched_record(model) and record.fused is not None
-    assert_same_step(model, plain)
-    assert patched_record(plain) is None
-
-
-def test_the_function_for_instances_of_any_family():
-    model = tiny_model("qwen3")
-    record = liger_trainer._apply_liger_kernel_to_instance(model=model, rms_norm=False)
-    assert patch(model, rms_norm=False) is record and "RMSNorm" not in record.report.swapped
+def test_instances_by_the_function_of_their_family_and_of_any():
+    """What they compute: test_patcher.py."""
+    gemma, qwen, other = tiny_model("gemma2"), tiny_model("qwen3"), tiny_model("gemma2")
+    record = liger_trainer.apply_liger_kernel_to_gemma2(model=gemma)
+    assert record is patched_record(gemma) and record.fused is not None and patched_record(other) is None
+    record = liger_trainer._apply_liger_kernel_to_instance(model=qwen, rms_norm=False)
+    assert patch(qwen, rms_norm=False) is record and "RMSNorm" not in record.report.swapped
 
 
 def test_the_function_for_types_patches_what_is_constructed():
@@ -187,11 +176,7 @@ def test_relu_squared_is_relu2():
 
 
 def test_cross_entropy_computes_the_loss_from_stored_logits(monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        "liger_trainer.losses.answers.cross_entropy",
-        lambda logits, *args, **options: seen.append(logits.dtype) or cross_entropy(logits, *args, **options),
-    )
+    seen = calls_of(monkeypatch, answers, "cross_entropy")
     model = tiny_model("gemma2")
     plain, batch = copy.deepcopy(model), masked_batch()
     before = model.loss_function
@@ -202,9 +187,9 @@ def test_cross_entropy_computes_the_loss_from_stored_logits(monkeypatch):
     shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     for options in ({"num_items_in_batch": 57}, {"shift_labels": shifted}, {"num_items_in_batch": torch.tensor(9)}):
         torch.testing.assert_close(model(**batch, **options).loss, plain(**batch, **options).loss)
-    assert set(seen) == {torch.float32}
+    assert {logits.dtype for logits, *_ in seen} == {torch.float32}
     model.bfloat16()(**batch)
-    assert seen[-1] == torch.bfloat16  # transformers' own makes a copy in fp32
+    assert seen[-1][0].dtype == torch.bfloat16  # transformers' own makes a copy in fp32
     record.undo()
     assert model.loss_function is before and "_loss_function" not in vars(model)
 
@@ -293,94 +278,9 @@ def test_flags_are_taken_out_and_all_else_goes_on(saved):
         AutoLigerKernelForCausalLM.from_pretrained(saved, rms_norms=False)
 
 
-def test_nothing_to_patch_is_an_error(saved):
+def test_what_from_pretrained_refuses(saved):
     nothing = dict.fromkeys(("rope", "rms_norm", "swiglu", "linear", "fused_linear_cross_entropy"), False)
     with pytest.raises(ConfigError, match="Nothing was found to patch in llama for layer_norm, geglu"):
         AutoLigerKernelForCausalLM.from_pretrained(saved, **nothing)
-
-
-def test_wrong_flags_are_errors_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match="must be true or false, got 'yes'"):
+    with pytest.raises(ConfigError, match="must be true or false, got 'yes'"):  # before anything is loaded
         AutoLigerKernelForCausalLM.from_pretrained("no such model", rope="yes")
-
-
-# Liger-Kernel's README
-
-AUTO = """
-from liger_kernel.transformers import AutoLigerKernelForCausalLM
-
-# This AutoModel wrapper class automatically monkey-patches the
-# model with the optimized Liger kernels if the model is supported.
-model = AutoLigerKernelForCausalLM.from_pretrained("path/to/some/model")
-"""
-APPLY = """
-import transformers
-from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-# 1a. Adding this line automatically monkey-patches the model with the optimized Liger kernels
-apply_liger_kernel_to_llama()
-
-# 1b. You could alternatively specify exactly which kernels are applied
-apply_liger_kernel_to_llama(
-  rope=True,
-  swiglu=True,
-  cross_entropy=True,
-  fused_linear_cross_entropy=False,
-  rms_norm=False
-)
-
-# 2. Instantiate patched model
-model = transformers.AutoModelForCausalLM.from_pretrained("path/to/llama/model")
-"""
-COMPOSE = """
-from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-import torch.nn as nn
-import torch
-
-model = nn.Linear(128, 256).cuda()
-
-# fuses linear + cross entropy layers together and performs chunk-by-chunk computation to reduce memory
-loss_fn = LigerFusedLinearCrossEntropyLoss()
-
-input = torch.randn(4, 128, requires_grad=True, device="cuda")
-target = torch.randint(256, (4, ), device="cuda")
-
-loss = loss_fn(model.weight, input, target)
-loss.backward()
-"""
-
-
-def run(snippet, saved):
-    for name, replaced in (
-        ("liger_kernel.transformers", "liger_trainer"), ("path/to/some/model", saved), ("path/to/llama/model", saved),
-        (".cuda()", ""), ('device="cuda"', 'device="cpu"'),
-    ):  # fmt: skip
-        snippet = snippet.replace(name, replaced)
-    scope = {}
-    exec(compile(snippet, "README", "exec"), scope)
-    return scope
-
-
-def test_the_readmes_auto_model(saved):
-    model = run(AUTO, saved)["model"]
-    assert patched_record(model).fused is not None
-    assert_same_step(model, transformers.AutoModelForCausalLM.from_pretrained(saved))
-
-
-def test_the_readmes_patched_llama(saved):
-    model = run(APPLY, saved)["model"]
-    swapped = patched_record(model).report.swapped
-    assert {"rope", "SwiGLU", "cross-entropy"} <= set(swapped) and not {"RMSNorm", "fused loss"} & set(swapped)
-    undo_all()
-    assert_same_step(model, transformers.AutoModelForCausalLM.from_pretrained(saved))
-
-
-def test_the_readmes_composed_loss(saved):
-    scope = run(COMPOSE, saved)
-    hidden, target, head = scope["input"], scope["target"], scope["model"]
-    truth = hidden.detach().double().requires_grad_()
-    want = torch.nn.functional.cross_entropy(truth @ head.weight.detach().double().T, target)
-    want.backward()
-    torch.testing.assert_close(scope["loss"].double(), want, rtol=1e-6, atol=0)
-    torch.testing.assert_close(hidden.grad.double(), truth.grad, rtol=1e-5, atol=1e-8)
-    assert head.weight.grad.any() and head.bias.grad is None  # the snippet hands over the weight alone

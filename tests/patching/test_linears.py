@@ -2,32 +2,28 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
-from steps import adapted, step
-from tiny import masked_batch, tiny_model
+from recorders import calls_of
+from steps import step
+from tiny import tiny_model
 from torch import nn
 from torch.testing import assert_close
 
-from liger_trainer.kernels import linears as op
 from liger_trainer.patching.layers import linears as patching
 from liger_trainer.patching.layers.linears import SharedInput, layers_of_one_input
 from liger_trainer.patching.patcher import patch
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(monkeypatch) -> list[tuple]:
+    return calls_of(monkeypatch, patching, "linears")
+
+
+def sizes(calls: list[tuple]) -> list[int]:
     """How many layers each call of the op computes."""
-    counts, compute = [], op.linears
-
-    def counted(x, weights, biases):
-        counts.append(len(weights))
-        return compute(x, weights, biases)
-
-    monkeypatch.setattr(patching, "linears", counted)
-    return counts
+    return [len(weights) for _, weights, _ in calls]
 
 
 def plain_and_copy(family="qwen3", **options):
@@ -35,36 +31,27 @@ def plain_and_copy(family="qwen3", **options):
     return plain, copy.deepcopy(plain)
 
 
-@pytest.mark.parametrize("family", ["llama_tied", "qwen3", "gemma2"])
-def test_gradients_are_the_plain_models(family, calls):
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [*((family, "plain") for family in ("llama_tied", "qwen3", "gemma2")), ("qwen3", "checkpointing"),
+     ("qwen3", "without gradients")],
+)  # fmt: skip
+def test_loss_and_gradients_are_the_plain_models(family, way, calls):
+    """Without gradients each layer is called by itself; undone, no call is ours."""
     plain, model = plain_and_copy(family)
     patched = patch(model)
-    layers = model.config.num_hidden_layers
-    assert patched.report.swapped["shared input"] == 2 * layers
-    assert_close(step(model), step(plain), rtol=1e-4, atol=1e-6)
-    assert sorted(calls) == [2] * layers + [3] * layers
+    assert patched.report.swapped["shared input"] == 4
+    for each in (plain, model) if way == "checkpointing" else ():
+        each.train().gradient_checkpointing_enable({"use_reentrant": False})
+    with torch.set_grad_enabled(way != "without gradients"):
+        assert_close(step(model), step(plain), rtol=1e-4, atol=1e-6)
+    assert set(sizes(calls)) == (set() if way == "without gradients" else {2, 3})
+    assert len(calls) == 4 or way != "plain"
     patched.undo()
     assert not any("forward" in vars(m) for m in model.modules())
     calls.clear()
-    model(**masked_batch())
+    step(model)
     assert not calls
-
-
-def test_without_gradients_each_is_called(calls):
-    plain, model = plain_and_copy()
-    patch(model)
-    with torch.no_grad():
-        assert_close(model(**masked_batch()).loss, plain(**masked_batch()).loss)
-    assert not calls
-
-
-def test_checkpointing(calls):
-    plain, model = plain_and_copy()
-    patch(model)
-    for each in (plain, model):
-        each.train().gradient_checkpointing_enable({"use_reentrant": False})
-    assert_close(step(model), step(plain), rtol=1e-4, atol=1e-6)
-    assert calls
 
 
 @pytest.mark.parametrize("change", ["hook", "frozen", "replaced"])
@@ -82,7 +69,7 @@ def test_a_layer_that_becomes_more_than_its_weight(change, calls):
         else:
             layer.forward = lambda x, weight=layer.weight: 3 * torch.nn.functional.linear(x, weight)
     assert_close(step(model), step(plain), rtol=1e-4, atol=1e-6)
-    assert calls == ([3, 2] if change == "frozen" else [2])
+    assert sizes(calls) == ([3, 2] if change == "frozen" else [2])
     assert len(seen) == (2 if change == "hook" else 0)
 
 
@@ -92,26 +79,7 @@ def test_frozen_layers_are_left_alone():
     assert "shared input" not in patch(model).report.swapped
 
 
-def test_adapters_that_come_after_the_patch(calls):
-    """PEFT wraps the layers: MLPs run as one op, attention by PEFT's forward on layers that are computed together."""
-    plain, model = plain_and_copy()
-    patched = patch(model)
-    assert_close(step(adapted(model, r=2)), step(adapted(plain, r=2)), rtol=1e-4, atol=1e-6)
-    assert set(calls) == {3} and patched
-
-
-class Layers(nn.Module):
-    q: Any
-    k: Any
-    v: Any
-    w: Any
-    u: Any
-    out: Any
-    drop: Any
-    norm: Any
-
-
-class Attention(Layers):
+class Attention(nn.Module):
     def forward(self, hidden, mask=None):
         shape = hidden.shape
         q, k = self.q(hidden).view(shape), self.k(hidden)
@@ -119,12 +87,12 @@ class Attention(Layers):
         return self.out(q + k + v, scale=2)
 
 
-class Several(Layers):
+class Several(nn.Module):
     def forward(self, hidden, states):
         return self.q(hidden) + self.k(states) + self.v(states)
 
 
-class Conditional(Layers):
+class Conditional(nn.Module):
     def forward(self, hidden, cross):
         q = self.q(hidden)
         k = self.k(hidden) if cross is None else cross
@@ -133,33 +101,25 @@ class Conditional(Layers):
         return q + k + v + [self.w(hidden) for _ in range(2)][0] + (cross or self.u(hidden))
 
 
-class Reassigned(Layers):
+class Reassigned(nn.Module):
     def forward(self, hidden):
         q = self.q(hidden)
         hidden = self.norm(hidden)
         return q + self.k(hidden)
 
 
-class Twice(Layers):
+class Twice(nn.Module):
     def forward(self, hidden):
         return self.q(hidden) + self.k(hidden) + self.k(hidden) + self.v(hidden, 1) + self.w(x=hidden)
 
 
 @pytest.mark.parametrize(
     ("kind", "want"),
-    [(Attention, [["q", "k", "v"]]), (Several, [["k", "v"]]), (Conditional, []), (Reassigned, []), (Twice, []),
-     (nn.Linear, [])],
+    [(Attention, (("q", "k", "v"),)), (Several, (("k", "v"),)), (Conditional, ()), (Reassigned, ()), (Twice, ()),
+     (nn.Linear, ())],
 )  # fmt: skip
 def test_calls_with_one_argument(kind, want):
-    module = object.__new__(kind)
-    assert layers_of_one_input(module) == want
-
-
-def test_attention_of_families():
-    """Read in transformers as it is installed: a change there would switch the op off without a word."""
-    for name in ("llama", "qwen3", "gemma2", "phi"):
-        groups = {tuple(group) for m in tiny_model(name).modules() for group in layers_of_one_input(m)}
-        assert ("q_proj", "k_proj", "v_proj") in groups, name
+    assert layers_of_one_input(kind) == want
 
 
 def test_each_thread_has_what_waits_for_itself():

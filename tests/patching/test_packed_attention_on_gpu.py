@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from packed import SquareTensors, documents, packed
+from recorders import calls_of
 from tiny import named_gradients
 
 from liger_trainer.common.replacements import Replacements
@@ -25,11 +26,7 @@ FAMILIES = {
     "qwen3": (transformers.Qwen3Config, {"head_dim": 128}),
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 256, "sliding_window": 40, "num_hidden_layers": 6}),
 }
-CUTS = {
-    "some": (70, 1, 130, 33, 266),
-    "one": (500,),
-    "300": tuple(3 + i % 11 for i in range(300)),
-}
+CUTS = {"some": (70, 1, 130, 33, 266), "one": (500,), "300": tuple(3 + i % 11 for i in range(300))}
 
 
 def models(family, dtype=torch.bfloat16):
@@ -57,12 +54,6 @@ def errors(got, want):
     return {name: ((got[name].float() - want[name]).norm() / want[name].norm()).item() for name in want}
 
 
-def counting(monkeypatch):
-    calls, attend = [], flash.attend
-    monkeypatch.setattr(flash, "attend", lambda *a, **how: calls.append(1) or attend(*a, **how))
-    return calls
-
-
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -72,7 +63,7 @@ def test_packed_rows_are_documents_one_by_one(monkeypatch, family, cut, checkpoi
     if checkpointing:
         ours.gradient_checkpointing_enable({"use_reentrant": False})
         ours.train()
-    calls = counting(monkeypatch)
+    calls = calls_of(monkeypatch, flash, "attend")
     batch = packed(rows, "cuda")
     with SquareTensors(sum(CUTS[cut])) as squares:
         loss = ours(**batch, use_cache=False).loss
@@ -125,7 +116,7 @@ def test_autocast_and_fp32(monkeypatch, family):
     ours = copy.deepcopy(truth)
     pack_attention(ours, Replacements(), PatchReport(family))
     rows = documents(CUTS["some"], VOCAB)
-    calls = counting(monkeypatch)
+    calls = calls_of(monkeypatch, flash, "attend")
     loss = ours(**packed(rows, "cuda"), use_cache=False).loss
     wanted, exact = step(truth, rows)
     assert not calls and max(errors(named_gradients(ours, loss), exact).values()) < 1e-3

@@ -10,13 +10,15 @@ import torch
 from families import build
 from peft.tuners.lora.layer import ParamWrapper
 from quick_cases import slow_but
+from recorders import calls_of
 from steps import ADAPTER_STATES, adapted, assert_same_step, lora
-from tiny import completions, masked_batch, tiny_tokenizer, train_args
+from tiny import masked_batch
 from torch import nn
 from torch.nn.utils import parametrize
+from trainings import logged, sft, trained
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from liger_trainer import LigerTrainer
 from liger_trainer.patching.patcher import patch
@@ -44,20 +46,10 @@ def train_weights(model: Any, end: str) -> None:
             parameter.requires_grad_()
 
 
-def assert_same(patched: Any, plain: Any) -> None:
-    assert_same_step(patched, plain)
-
-
 @pytest.fixture
-def merges(monkeypatch) -> list[str]:
-    """The parameters that PEFT has merged adapters into, for a forward."""
-    calls, activate = [], ParamWrapper._activate_lora
-    monkeypatch.setattr(
-        ParamWrapper,
-        "_activate_lora",
-        lambda self, names: (calls.append(self.parameter_name), activate(self, names))[1],
-    )
-    return calls
+def merges(monkeypatch) -> list[tuple]:
+    """Calls with which PEFT merges adapters into a parameter, for a forward."""
+    return calls_of(monkeypatch, ParamWrapper, "_activate_lora")
 
 
 # by layout and gate: SiLU; with a shared expert beside; transposed; transposed with biases, interleaved and clamped
@@ -83,7 +75,7 @@ def test_adapters_on_both(family, implementation, merges):
     loss = ours(**masked_batch()).loss
     loss.backward()
     assert not merges
-    assert_same(ours, plain)
+    assert_same_step(ours, plain)
     router = [p for name, p in ours.named_parameters() if "mlp.gate." in name or "router" in name]
     assert router and not any(p.requires_grad for p in router)
 
@@ -98,7 +90,7 @@ def test_adapters_on_some(options):
     plain, ours = (wrapped(tiny(), **options) for _ in range(2))
     kind = "LoRA experts" if options.get("parameters", BOTH) else "frozen experts"
     assert patch(ours).report.swapped[kind] == 2
-    assert_same(ours, plain)
+    assert_same_step(ours, plain)
 
 
 def hook(modules: list[Any]) -> None:
@@ -133,14 +125,14 @@ def test_states(state, merges):
         STATES[state](model)
     ours(**masked_batch())
     assert bool(merges) == (state in BY_PEFT)
-    assert_same(ours, plain)
+    assert_same_step(ours, plain)
 
 
 def test_wrapped_after_the_patch():
     """PEFT's forward runs, on experts whose own forward the patch may have swapped."""
     model = tiny().requires_grad_(False)
     assert patch(model).report.swapped["frozen experts"] == 2
-    assert_same(wrapped(model), wrapped(tiny()))
+    assert_same_step(wrapped(model), wrapped(tiny()))
 
 
 def test_undone_and_copied():
@@ -149,8 +141,8 @@ def test_undone_and_copied():
     clone = copy.deepcopy(ours.get_base_model())
     patched.undo()
     assert not any("forward" in vars(m) for m in wrappers_of(ours))
-    assert_same(ours, plain)
-    assert_same(clone, plain.get_base_model())
+    assert_same_step(ours, plain)
+    assert_same_step(clone, plain.get_base_model())
 
 
 class Eighth(nn.Module):
@@ -227,14 +219,9 @@ def test_what_is_left_to_peft_has_a_reason(case, monkeypatch):
 
 
 def train(cls, **options):
-    args = train_args(SFTConfig, max_steps=3, max_length=12, **options)
     peft_config = lora(r=4, target_modules=["q_proj", "o_proj"], target_parameters=BOTH)
     torch.manual_seed(3)
-    trainer = cls(
-        tiny(), args=args, train_dataset=completions(), processing_class=tiny_tokenizer(), peft_config=peft_config
-    )
-    trainer.train()
-    return trainer
+    return trained(sft(tiny(), cls=cls, max_steps=3, max_length=12, peft_config=peft_config, **options))
 
 
 RUNS = {
@@ -250,7 +237,7 @@ RUNS = {
 def test_through_the_trainer(run):
     options, rtol = RUNS[run]
     ours, theirs = train(LigerTrainer, **options), train(SFTTrainer, **options)
-    got, want = ([row["loss"] for row in t.state.log_history if "loss" in row] for t in (ours, theirs))
+    got, want = logged(ours), logged(theirs)
     assert got == pytest.approx(want, rel=rtol) and len(want) == 3
     patched = ours.model.get_base_model()
     assert patched._liger_patched.report.swapped["LoRA experts"] == 2

@@ -1,11 +1,11 @@
 """Towers that read images of several sizes: attention in one call computes what the calls image by image computed."""
 
 import copy
-from itertools import pairwise
 
 import pytest
 import torch
 from packed import flash_by_definition
+from recorders import calls_of
 from tiny import assert_same_gradients, named_gradients
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.glm4v import modeling_glm4v
@@ -33,7 +33,7 @@ TOWERS = {
 }  # fmt: skip
 GRIDS = torch.tensor([[1, 4, 6], [1, 8, 8], [1, 4, 4], [1, 4, 4]])  # frames, rows and columns of patches
 ENDS = [0, 24, 88, 104, 120]
-QWEN25, QWEN2 = list(TOWERS)[:2]
+QWEN2 = list(TOWERS)[1]
 towers = pytest.mark.parametrize("kind", TOWERS, ids=lambda kind: kind.__name__)
 
 
@@ -50,10 +50,10 @@ def patches(dtype=torch.float32, seed=0):
     return torch.randn(ENDS[-1], 3 * 2 * 4 * 4, generator=generator).to(dtype)
 
 
-def step(model, pixels):
-    output = model(pixels, grid_thw=GRIDS)
+def step(model, pixels, grids=GRIDS):
+    output = model(pixels, grid_thw=grids)
     features = output.pooler_output if hasattr(output, "pooler_output") else output
-    return features.detach(), named_gradients(model, features.square().sum())
+    return features.detach(), named_gradients(model, features.double().square().sum())
 
 
 def patched(model):
@@ -101,28 +101,14 @@ def test_the_operation_of_gpus_is_called_as_it_is_defined(monkeypatch, kind):
     """Layout, lengths and scale; the operation itself runs on GPUs alone."""
     model = tower(kind, dtype=torch.float64)
     want = step(model, patches(torch.float64))
-    calls = []
-    monkeypatch.setattr(flash, "FLASH_ATTENTION", lambda *a, **how: calls.append(1) or flash_by_definition(*a, **how))
+    monkeypatch.setattr(flash, "FLASH_ATTENTION", flash_by_definition)
+    calls = calls_of(monkeypatch, flash, "FLASH_ATTENTION")
     monkeypatch.setattr(flash, "serves", lambda *_: True)
     patched(model)
     features, gradients = step(model, patches(torch.float64))
     torch.testing.assert_close(features, want[0], rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients, want[1])
     assert len(calls) == 4
-
-
-def test_a_changed_image_moves_no_other():
-    model = tower(QWEN25)
-    patched(model)
-    with torch.no_grad():
-        before = model(patches(), grid_thw=GRIDS).pooler_output.split([6, 16, 4, 4])
-        for changed, (start, end) in enumerate(pairwise(ENDS)):
-            pixels = patches()
-            pixels[start:end] = pixels[start:end].flip(0)
-            after = model(pixels, grid_thw=GRIDS).pooler_output.split([6, 16, 4, 4])
-            assert [not torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [
-                i == changed for i in range(4)
-            ]
 
 
 def test_what_stays_as_it_is():
@@ -148,19 +134,14 @@ def test_flash_on_a_gpu(kind):
     plain = copy.deepcopy(truth).bfloat16()
     ours = copy.deepcopy(plain)
     patched(ours)
-    calls, attend = [], flash.attend
     with pytest.MonkeyPatch.context() as patcher:
-        patcher.setattr(flash, "attend", lambda *a, **how: calls.append(1) or attend(*a, **how))
-        on_gpu = GRIDS.cuda()
-        results = []
-        for model in (truth, plain, ours):
-            pixels = patches().cuda().to(next(model.parameters()).dtype)
-            output = model(pixels, grid_thw=on_gpu)
-            features = output.pooler_output if hasattr(output, "pooler_output") else output
-            results.append((features.float(), named_gradients(model, features.float().square().sum())))
+        calls = calls_of(patcher, flash, "attend")
+        (want, exact), (rounded, rough), (got, gradients) = (
+            step(model, patches().cuda().to(next(model.parameters()).dtype), GRIDS.cuda())
+            for model in (truth, plain, ours)
+        )
     assert len(calls) == 4
-    (want, exact), (rounded, rough), (got, gradients) = results
-    assert (got - want).norm() <= 2 * (rounded - want).norm()
+    assert (got.float() - want).norm() <= 2 * (rounded.float() - want).norm()
     for name, gradient in exact.items():
         errors = [(x[name].float() - gradient).norm() for x in (gradients, rough)]
         assert errors[0] <= 2 * errors[1] + 1e-3 * gradient.norm(), name

@@ -9,9 +9,9 @@ import transformers
 import trl_runs
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from quick_cases import slow_but
-from tiny import VOCAB, largest_vocabulary_tensor, tiny_model, train_args
-from transformers import Trainer, TrainingArguments
+from tiny import VOCAB, largest_vocabulary_tensor, tiny_model, tiny_tokenizer, train_args
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+from trl.trainer import utils as trl_utils
 from trl.trainer.utils import add_fused_lm_head
 
 import liger_trainer
@@ -20,6 +20,7 @@ from liger_trainer.errors import ConfigError
 from liger_trainer.losses import deferred_logits
 from liger_trainer.losses.deferred_logits import DeferredLogits
 from liger_trainer.patching.patcher import patched_record
+from liger_trainer.patching.use_liger_kernel import FusedLogProbs
 
 pytestmark = [
     pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning"),
@@ -44,12 +45,7 @@ def rows(n=12, seed=0):
     return Dataset.from_list([{"input_ids": row, "labels": [-100] * 3 + row[3:]} for row in ids])
 
 
-def collate(batch):
-    padded = {}
-    for name, filler in (("input_ids", VOCAB - 4), ("labels", -100)):
-        rows = [torch.tensor(row[name]) for row in batch]
-        padded[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=filler)
-    return {**padded, "attention_mask": (padded["input_ids"] != VOCAB - 4).long()}
+collate = DataCollatorForSeq2Seq(tiny_tokenizer())
 
 
 def make(model=None, arguments=None, **options):
@@ -60,8 +56,8 @@ def make(model=None, arguments=None, **options):
     )  # fmt: skip
 
 
-def losses(trainer, names=("loss", "eval_loss")):
-    return [log[name] for log in trainer.state.log_history for name in names if name in log]
+def losses(trainer):
+    return [log[name] for log in trainer.state.log_history for name in ("loss", "eval_loss") if name in log]
 
 
 def assert_same_losses(got, want, rel=1e-5):
@@ -116,30 +112,31 @@ def test_a_stock_trainer_trains_the_patched_model_as_the_plain_one(case, capsys,
         )
 
 
+class Own(torch.nn.Module):
+    """No model of transformers, but around one."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = tiny_model()
+
+    def forward(self, **batch):
+        return self.model(**batch)
+
+
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("trainer", "message"),
     [
-        ({"rms_norms": True}, "Unknown patch options: rms_norms. There are rope"),
-        ({"cross_entropy": True, "fused_linear_cross_entropy": True}, "choose one"),
+        (lambda: make(liger_kernel_config={"rms_norms": True}), "Unknown patch options: rms_norms. There are rope"),
+        (lambda: make(liger_kernel_config={"cross_entropy": True, "fused_linear_cross_entropy": True}), "choose one"),
+        (lambda: make(Own()), "needs a PreTrainedModel .* got Own"),
+        # stored logits have no use under TRL's head
+        (lambda: trl_runs.make("sft", use_liger_kernel=True, liger_kernel_config={"cross_entropy": True}),
+         "cross_entropy=True has no effect here"),
     ],
-)
-def test_a_wrong_config_is_an_error(config, message):
-    trainer = make(liger_kernel_config=config)
+)  # fmt: skip
+def test_what_cannot_be_patched_is_an_error(trainer, message):
     with pytest.raises(ConfigError, match=message):
-        trainer.train()
-
-
-def test_a_module_that_is_no_model_of_transformers_is_an_error():
-    class Own(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = tiny_model()
-
-        def forward(self, **batch):
-            return self.model(**batch)
-
-    with pytest.raises(ConfigError, match="needs a PreTrainedModel .* got Own"):
-        make(Own()).train()
+        trainer().train()
 
 
 def test_a_model_made_anew_for_each_trial():
@@ -266,12 +263,13 @@ def test_twice_is_once_and_off_without_on_is_harmless():
     ours = transformers.trainer.apply_liger_kernel
     loop = Trainer.evaluation_loop
     liger_trainer.enable()
-    assert Trainer.evaluation_loop is loop
+    assert Trainer.evaluation_loop is loop and isinstance(trl_utils._ChunkedLogProbFunction, FusedLogProbs)
     for _ in range(2):
         liger_trainer.disable()
         assert transformers.trainer.apply_liger_kernel is not ours
         assert transformers.trainer.apply_liger_kernel is transformers.integrations.liger.apply_liger_kernel
         assert not hasattr(Trainer.evaluation_loop, "__wrapped__")
+        assert not isinstance(trl_utils._ChunkedLogProbFunction, FusedLogProbs)
 
 
 def test_switched_off_the_flag_means_liger_kernel_again():
@@ -318,33 +316,19 @@ def test_switched_off_beside_liger_kernel_it_is_the_one(stub, monkeypatch):
 # TRL's trainers
 
 
-CASES = {name: (name, {}) for name in ("sft", "dpo", "kto", "grpo", "rloo", "distillation")}
-CASES["dpo, adapters"] = ("dpo", {"peft_config": LoraConfig(target_modules=["q_proj", "down_proj"], r=4)})
-CASES["sft, patched before"] = ("sft", {})
-
-
-# KTO shares DPO's path through our code, RLOO GRPO's.
-@pytest.mark.parametrize("case", slow_but(CASES, *(CASES.keys() - {"kto", "rloo"})))
-def test_trainers_of_trl_train_patched_layers_as_the_plain_ones(case, tmp_path):
-    name, options = CASES[case]
+def test_a_model_that_was_patched_before_trains_by_trl():
+    """TRL's head comes above, and stays. Other models and trainers of TRL: test_trl_losses.py."""
     trainers = []
     for flag in (True, False):
         model = tiny_model()
-        if flag and case == "sft, patched before":
+        if flag:
             patch(model)
-        trainers.append(trl_runs.make(name, model, tmp_path, use_liger_kernel=flag, **options))
+        trainers.append(trl_runs.make("sft", model, use_liger_kernel=flag))
         trainers[-1].train()
-    patched, plain = trainers
-    record = patched_record(patched.model)
-    assert record is not None and {"RMSNorm", "SwiGLU"} <= set(record.report.swapped)
-    if case != "sft, patched before":  # distillation passes no config, and asks for no loss
-        assert (record.fused is None) == (name != "distillation")
-    assert_same_losses(patched, plain, rel=1e-4)
-    torch.testing.assert_close(list(patched.model.parameters()), list(plain.model.parameters()), rtol=1e-3, atol=1e-4)
-    if case == "sft, patched before":  # TRL's head is above, and stays
-        record.undo()
-        got, want = (t.evaluate()["eval_loss"] for t in trainers)
-        assert got == pytest.approx(want, rel=1e-4)
+    assert_same_losses(*trainers, rel=1e-4)
+    patched_record(trainers[0].model).undo()
+    got, want = (t.evaluate()["eval_loss"] for t in trainers)
+    assert got == pytest.approx(want, rel=1e-4)
 
 
 def test_a_patch_of_a_model_with_trls_head_leaves_the_loss_to_it():
@@ -356,8 +340,3 @@ def test_a_patch_of_a_model_with_trls_head_leaves_the_loss_to_it():
     assert "TRL" in record.report.left_alone["loss"] and record.fused is None
     assert model.forward.__func__ is head.__func__ and "RMSNorm" in record.report.swapped
     torch.testing.assert_close(model(**batch, fused_lm_head=True).loss, want, rtol=1e-6, atol=0)
-
-
-def test_stored_logits_have_no_use_under_trls_head():
-    with pytest.raises(ConfigError, match="cross_entropy=True has no effect here"):
-        trl_runs.make("sft", use_liger_kernel=True, liger_kernel_config={"cross_entropy": True}).train()

@@ -6,9 +6,10 @@ import pytest
 import steps
 import torch
 import transformers
-from recorders import RunsAgain
-from tiny import train_args
+from quick_cases import slow_but
+from recorders import RunsAgain, calls_of
 from torch._subclasses.fake_tensor import FakeTensorMode
+from trainings import logged, sft, trained
 from transformers import Trainer, TrainingArguments
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 from trl import SFTConfig, SFTTrainer
@@ -29,9 +30,7 @@ from liger_trainer.patching.patcher import patched_record
 from liger_trainer.patching.vision import embed_patches, patch_patch_embedding
 
 QUICK = ("qwen3_vl", "gemma3")
-families = pytest.mark.parametrize(
-    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in VISION_FAMILIES]
-)
+families = pytest.mark.parametrize("family", slow_but(VISION_FAMILIES, *QUICK))
 # of two layers in each tower; the text's come first
 SWAPPED = {
     "qwen2_5_vl": {"rope": 2 + 2, "RMSNorm": 5 + 5, "SwiGLU": 2 + 2, "tower attention": 2, "placeholders": 1},
@@ -172,22 +171,16 @@ def angles(seed=0, tokens=12, width=8, layout="halves"):
 def test_the_rotary_function_of_a_tower():
     rule = rotary.prove_rotary(apply_rotary_pos_emb_vision, frozenset({"pairs"}))  # whatever the text's layout is
     assert rule == rotary.RotaryRule(layout="halves")
-    ours = rotary.tower_replacement(apply_rotary_pos_emb_vision, rule)
-    rotated = []
-    ours_rotates = rotary.rotate
-
-    def counting(*args, **kwargs):
-        rotated.append(args)
-        return ours_rotates(*args, **kwargs)
-
+    ours = rotary.replacement(apply_rotary_pos_emb_vision, rule)
     with pytest.MonkeyPatch.context() as patcher:
-        patcher.setattr(rotary, "rotate", counting)
+        rotated = calls_of(patcher, rotary, "rotate")
         for inputs in (angles(), [x[None] for x in angles(1)]):  # a batch of tokens, as some towers have it
             torch.testing.assert_close(ours(*inputs), apply_rotary_pos_emb_vision(*inputs))
         assert len(rotated) == 2
         half = [x.bfloat16() if i < 2 else x for i, x in enumerate(angles(2))]
         assert [x.dtype for x in ours(*half)] == [torch.bfloat16] * 2 and len(rotated) == 3
-        other = rotary.tower_replacement(apply_rotary_pos_emb_vision, rule)
+        rotary.replacement.cache_clear()  # the function of another model
+        other = rotary.replacement(apply_rotary_pos_emb_vision, rule)
         with FakeTensorMode() as mode:  # nothing can be read yet
             other(*(mode.from_tensor(x) for x in angles(3)))
         inputs = angles(4, layout="pairs")
@@ -210,13 +203,11 @@ def test_the_stock_flag(family):
     collate = DataCollatorForVisionLanguageModeling(processor)
 
     def losses(trainer_class, config_class, **options):
-        model = vision_model(family)
-        args = train_args(
-            config_class, max_steps=2, per_device_train_batch_size=2, remove_unused_columns=False, **options
-        )
-        trainer = trainer_class(model, args=args, train_dataset=rows, processing_class=processor, data_collator=collate)
-        trainer.train()
-        return [log["loss"] for log in trainer.state.log_history if "loss" in log], patched_record(model)
+        trainer = trained(sft(
+            vision_model(family), rows, cls=trainer_class, config=config_class, max_steps=2, data_collator=collate,
+            per_device_train_batch_size=2, remove_unused_columns=False, processing_class=processor, **options,
+        ))  # fmt: skip
+        return logged(trainer), patched_record(trainer.model)
 
     for classes, extra in (((SFTTrainer, SFTConfig), {"max_length": None}), ((Trainer, TrainingArguments), {})):
         want, record = losses(*classes, **extra)

@@ -45,7 +45,7 @@ print(json.dumps({
 }))
 """
 
-# argv, as JSON: lists of what may not be imported, and for each the modules to import anew.
+# argv, as JSON: lists of what may not be imported, and for each the modules to import again.
 IMPORT_WITHOUT = """
 import importlib, json, sys
 class Blocker:
@@ -119,7 +119,7 @@ def modules(folder: str) -> list[str]:
 
 
 def copy_source(target: Path) -> Path:
-    """The files a build reads, links as links. A build writes beside them, so none runs in the checkout."""
+    """The files a build reads, links as links. A build writes next to them, so none runs in the checkout."""
     target.mkdir()
     unwanted = shutil.ignore_patterns("__pycache__")
     for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):

@@ -50,10 +50,10 @@ def members(cls: type) -> dict[str, str]:
     listed = (cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     names = [] if dataclasses.is_dataclass(cls) else re.findall(r"^ {8}(\w+): ", listed, re.M)
     found = dict.fromkeys(names, "attribute")
-    alone = cls.__mro__[-2].__module__ in ("abc", cls.__module__)
+    no_base = cls.__mro__[-2].__module__ in ("abc", cls.__module__)
     for name in sorted({name for base in cls.__mro__ if is_ours(base) for name in vars(base)}):
         method = inspect.getattr_static(cls, name)
-        if name == "forward" or alone and name[0] != "_" and isinstance(method, (FunctionType, classmethod)):
+        if name == "forward" or no_base and name[0] != "_" and isinstance(method, (FunctionType, classmethod)):
             found[name] = signature(getattr(method, "__func__", method))
     return {f"{cls.__name__}.{name}": call for name, call in found.items()}
 

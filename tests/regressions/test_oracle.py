@@ -1,7 +1,7 @@
 """Distillation against an oracle: the teacher is a source whose next-token distribution is known exactly.
 
 It is an order-2 Markov source over 32 tokens with a flat tail. Students that see the same sequences in the same order
-differ in their loss alone. Their score is KL(truth || student) over all tokens, which no real teacher can tell.
+differ only in their loss. Their score is KL(truth || student) over all tokens, which no real teacher can tell.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def full(**how) -> Callable[[Batch], Tensor]:
 
 
 def cached(kind, entries: int, draws: int = 0, renormalised: bool = False) -> Callable[[Batch], Tensor]:
-    """A loss against what a cache of the source holds. Likeliest tokens divided by their sum are made here alone."""
+    """A loss against what a cache of the source holds. Likeliest tokens divided by their sum are made only here."""
     form = RecordFormat(kind, entries, 16, V, draws)
 
     def loss(batch: Batch) -> Tensor:

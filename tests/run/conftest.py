@@ -1,10 +1,13 @@
 """What tests of reports share."""
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 from finished_runs import config_text, content
+
+from liger_trainer.run.reports.tables import read_run
 
 
 @pytest.fixture
@@ -20,3 +23,10 @@ def make(tmp_path):
         return folder
 
     return write
+
+
+@pytest.fixture
+def logged(make):
+    """The record of a run that logged these entries."""
+    runs = itertools.count()
+    return lambda logs, **metrics: read_run(make(f"run-{next(runs)}", metrics={"log_history": logs, **metrics}))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import end_of, metrics, without_report
+from quick_cases import slow_but
 from stand_ins import DATASETS, MODELS, StandIns
 from transformers import AutoTokenizer
 from trl import get_quantization_config
@@ -75,8 +76,7 @@ def test_a_file_opens_with_what_it_is_what_it_needs_and_the_command_and_is_valid
     promised = needs_of(source_of(name))
     assert promised is not None and len(needs) <= 120
     assert promised.gpus == (0 if name.startswith("smollm2/") else load_run_config(name)["num_processes"] or 1)
-    cached = "_cached" in name
-    expected = f"liger-trainer run {name}"
+    cached, expected = "_cached" in name, f"liger-trainer run {name}"
     assert command == (f"# liger-trainer cache {name} && {expected}" if cached else f"# {expected}")
     config = load_run_config(name)
     assert config.recipe == name.partition("/")[2].partition("_")[0]
@@ -126,9 +126,7 @@ def test_answers_are_told_from_questions_only_where_trl_knows_the_template(stand
             assert has_generation_markers(get_training_chat_template(tokenizer))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in TRAINED else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("name", slow_but(NAMES, *TRAINED))
 def test_two_steps_on_a_tiny_model(name, stand_ins, tmp_path, capsys, monkeypatch):
     without_report(monkeypatch)
     changes = stand_ins.changes(load_run_config(name), tmp_path)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
-from commands import call, lines
+from commands import call, lines, settings
 from malformed import TEN_KINDS, located, malformed
 from tiny import tiny_model, tiny_tokenizer
 
@@ -151,7 +151,7 @@ def test_a_mixture_of_trl(load):
 def test_the_demo_keeps_its_own_split(load, monkeypatch):
     train, test = (datasets.Dataset.from_list(rows) for rows in (TEXTS[:6], TEXTS[6:9]))
     demo = SimpleNamespace(train=train, test=test, licence="PSF-2.0", held_out_modules=("json", "queue"))
-    monkeypatch.setattr("liger_trainer.run.data.demo.demo_dataset", lambda name: demo)
+    monkeypatch.setattr("liger_trainer.extras.demo.demo_dataset", lambda name: demo)
     facts = load("demo:python_docstrings", None, "max_eval_rows=2").facts
     assert (facts.train_rows, facts.test_rows, facts.licence) == (6, 2, "PSF-2.0")
     assert facts.held_out == "the first 2 of 3 rows: 2 whole modules: json, queue"
@@ -304,15 +304,12 @@ def test_a_thousand_wrong_lines_of_ten_kinds_are_located_or_skipped(tmp_path, mo
         assert re.search(complaint, message), kind
     named = located(message)
     assert named == {place for each in places.values() for place in each}
-
     data = load_run_datasets(load_run_config("run.yaml", ["bad_rows=skip"]), vocabulary=64)
     assert (data.facts.train_rows + data.facts.test_rows, data.facts.rows_skipped) == (1000, 1000)
     assert sum(int(what.partition(" ")[0]) for what in data.facts.rows_skipped_for.values()) == 1000
     assert {tuple(row["input_ids"]) for row in data.train} == {(1, 2, 3)}
-    seen = {data.place("train", i) for i in range(len(data.train))}
-    assert not seen & {f"rows.jsonl:{place}" for place in named} and "rows.jsonl:11" in seen | {
-        data.place("test", i) for i in range(len(data.test))
-    }
+    seen = {data.place(split, i) for split in ("train", "test") for i in range(len(getattr(data, split)))}
+    assert not seen & {f"rows.jsonl:{place}" for place in named} and "rows.jsonl:11" in seen
 
 
 def test_wrong_rows_of_other_formats_are_skipped_too(load):
@@ -326,24 +323,17 @@ def test_wrong_rows_of_other_formats_are_skipped_too(load):
 
 
 @pytest.mark.parametrize(
-    "command, setting",
-    [
-        ("preview", "seed=1"),
-        ("eval", "seed=1"),
-        ("cache capture", "teacher_cache_dir=cached"),
-        ("init-student", "student_num_layers=1"),
-    ],
-)
-def test_commands_locate_ids_beyond_the_vocabulary(tmp_path, monkeypatch, capsys, command, setting):
+    "command",
+    ["preview run.yaml", "eval run.yaml", "cache capture run.yaml teacher_cache_dir=cached",
+     "init-student run.yaml student_num_layers=1"],
+)  # fmt: skip
+def test_commands_locate_ids_beyond_the_vocabulary(tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
     tiny_model().config.save_pretrained("model")
     tiny_tokenizer().save_pretrained("model")
     (tmp_path / "rows.jsonl").write_text(lines([{"input_ids": [1, 2, 3]}] * 11 + [{"input_ids": [1, 2, 64]}]))
-    settings = {
-        "recipe": "distill", "model_name_or_path": "model", "teacher_model_name_or_path": "model",
-        "dataset_name": "rows.jsonl", "use_cpu": True,
-    }  # fmt: skip
-    (tmp_path / "run.yaml").write_text(json.dumps(settings))
-    code, _, err = call(capsys, *command.split(), "run.yaml", setting)
+    models = {"model_name_or_path": "model", "teacher_model_name_or_path": "model"}
+    (tmp_path / "run.yaml").write_text(settings(recipe="distill", **models))
+    code, _, err = call(capsys, *command.split())
     where = "rows.jsonl:12: column 'input_ids': expected ids from 0 to 63 (the model's), got 64."
     assert code == 4 and where in " ".join(err.split())

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import call, done, settings, without_report, write_rows
+from commands import call, done, refused, settings, without_report, write_rows
 from commands import metrics as written
 from PIL import Image
 from tiny import WORDS, tiny_model, tiny_tokenizer
@@ -17,6 +17,7 @@ from vision import drawn, vision_model, vision_processor
 from liger_trainer.run.data.row_checks import image_problem
 
 SETTINGS = settings(num_sample_completions=2, max_new_tokens=3, max_length=None, per_device_train_batch_size=2)
+LORA = ("use_peft=true", "lora_target_modules=all-linear")
 FAMILY = "gemma3"  # whose processor transformers can read without torchvision
 
 
@@ -80,27 +81,22 @@ def test_fine_tuning_on_files_of_images(folder, rows, capsys):
 
 
 def test_distillation_with_a_frozen_tower_and_adapters(folder, capsys):
-    code, out, err = call(
-        capsys, "run", "run.yaml", fill(folder, answers), "teacher_model_name_or_path=teacher", "use_peft=true",
-        "lora_target_modules=all-linear", "freeze_vision_tower=true",
-    )  # fmt: skip
-    assert code == 0, err + out
+    changes = ("teacher_model_name_or_path=teacher", *LORA, "freeze_vision_tower=true")
+    done(call(capsys, "run", "run.yaml", fill(folder, answers), *changes))
     found = written(folder / "out")
     assert found["after"]["kd_loss"] > 0 and found["completions"][0]["teacher"] is not None
     adapters = json.loads((folder / "out" / "adapter_config.json").read_text())
     assert "vision_tower" in adapters["exclude_modules"]
 
 
-def test_validate_preview_and_a_student_of_fewer_layers(folder, capsys):
+def test_validate_preview_estimate_and_a_student_of_fewer_layers(folder, capsys):
     rows = fill(folder, answers)
     assert call(capsys, "validate", "run.yaml", rows)[0] == 0
     out, _ = done(call(capsys, "preview", "run.yaml", rows))
     assert "<image_soft_token> x 4" in out
-    code, out, err = call(
-        capsys, "init-student", "run.yaml", rows, "model_name_or_path=teacher", "student_num_layers=2",
-        "student_output_dir=made",
-    )  # fmt: skip
-    assert code == 0, err + out
+    done(call(capsys, "estimate", "run.yaml", rows, "max_length=64"))
+    changes = ("model_name_or_path=teacher", "student_num_layers=2", "student_output_dir=made")
+    done(call(capsys, "init-student", "run.yaml", rows, *changes))
     assert AutoModelForImageTextToText.from_pretrained(folder / "made").config.text_config.num_hidden_layers == 2
     assert AutoProcessor.from_pretrained(folder / "made").image_processor is not None
     done(call(capsys, "run", "run.yaml", rows, "model_name_or_path=made"))
@@ -118,12 +114,8 @@ def test_validate_preview_and_a_student_of_fewer_layers(folder, capsys):
     ],
 )
 def test_rows_that_cannot_be_read(folder, capsys, changes, words):
-    def row(i):
-        return {**answers(i), **changes}
-
-    code, _, err = call(capsys, "run", "run.yaml", fill(folder, row))
-    assert code == 4
-    assert re.search(words, " ".join(err.split())), err
+    code, _, err = call(capsys, "run", "run.yaml", fill(folder, lambda i: {**answers(i), **changes}))
+    assert code == 4 and re.search(words, " ".join(err.split())), err
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG"])
@@ -135,23 +127,20 @@ def test_a_file_that_was_cut_off_is_a_wrong_row(form):
     assert "truncated" in str(image_problem({"image": {"bytes": whole[: len(whole) * 2 // 3], "path": None}}))
 
 
-def test_models_without_a_processor_and_settings_for_text(folder, capsys):
-    rows = fill(folder, answers)
-    code, _, err = call(capsys, "run", "run.yaml", rows, "packing=true", "max_length=64")
-    assert code == 2 and "packing does not go with rows that have images" in " ".join(err.split())
+@pytest.mark.parametrize(
+    "changes, words",
+    [(("packing=true", "max_length=64"), "packing does not go with rows that have images"),
+     (("model_name_or_path=text",), "no processor for them")],
+)  # fmt: skip
+def test_models_and_settings_for_text(folder, capsys, changes, words):
     tiny_model("llama").save_pretrained(folder / "text")
     tiny_tokenizer().save_pretrained(folder / "text")
-    code, _, err = call(capsys, "run", "run.yaml", rows, "model_name_or_path=text")
-    assert code == 2 and "no processor for them" in " ".join(err.split())
+    refused(call(capsys, "run", "run.yaml", fill(folder, answers), *changes), 2, words)
 
 
 def test_adapters_are_merged_into_a_model_with_its_processor(folder, capsys):
     rows = fill(folder, answers)
-    assert call(capsys, "run", "run.yaml", rows, "use_peft=true", "lora_target_modules=all-linear")[0] == 0
+    done(call(capsys, "run", "run.yaml", rows, *LORA))
     done(call(capsys, "merge", "out", "merged"))
     AutoModelForImageTextToText.from_pretrained(folder / "merged")
     assert AutoProcessor.from_pretrained(folder / "merged").image_processor is not None
-
-
-def test_an_estimate_of_memory_says_that_images_are_left_out(folder, capsys):
-    done(call(capsys, "estimate", "run.yaml", fill(folder, answers), "max_length=64"))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from commands import end_of, metrics, save_models, settings, texts, without_report, write_rows
+from recorders import calls_of
 from transformers import AutoModelForCausalLM
 
 from liger_trainer.run import samples
@@ -81,16 +82,9 @@ def test_the_end_of_a_run(run):
 
 
 def test_the_teacher_is_timed_right_after_the_student(run, monkeypatch):
-    timed, complete = [], samples.complete
-
-    def recording(model, tokenizer, prompts, max_new_tokens, writing=None):
-        texts = complete(model, tokenizer, prompts, max_new_tokens, writing)
-        if writing is not None:
-            timed.append(model.num_parameters())
-        return texts
-
-    monkeypatch.setattr(samples, "complete", recording)
+    calls = calls_of(monkeypatch, samples, "complete")
     printed_of(run.folder, "output_dir=timed", "max_steps=1", "eval_strategy=no")
+    timed = [model.num_parameters() for model, *_, writing in calls if isinstance(writing, samples.Writing)]
     student, teacher = (run.metrics["models"][name]["parameters"] for name in ("student", "teacher"))
     assert timed == [student, student, teacher]  # before training, and after it
 
@@ -109,9 +103,8 @@ def test_bars_say_what_they_are(capsys, monkeypatch):
     progress.on_prediction_step(None, state, None, eval_dataloader=loader)
     progress.on_evaluate(None, state, None, metrics={})
     printed = capsys.readouterr()
-    places = [
-        printed.err.find(f"{name}:") for name in ("measuring before", "training", "evaluating", "measuring after")
-    ]
+    bars = ("measuring before", "training", "evaluating", "measuring after")
+    places = [printed.err.find(f"{name}:") for name in bars]
     assert -1 < places[0] and places == sorted(places)
     assert printed.out == "step 2/4  held out:  loss 2.5  in 1.0 s\n"
 

@@ -4,8 +4,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +17,11 @@ from finished_runs import config_text, content, log_history
 from tiny import WORDS
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-import liger_trainer
-from liger_trainer.run import results as saving
+from liger_trainer.run import recipe as saving
 from liger_trainer.run import train_loop as callbacks
 from liger_trainer.run.reports import drawing
 from liger_trainer.run.reports import html as html_report
-from liger_trainer.run.reports.drawing import CHARTS, SERIES, charts_of, lines_of, points
-from liger_trainer.run.reports.read_run import names, read_run
+from liger_trainer.run.reports.drawing import CHARTS, SERIES, charts_of, different, lines_of, points
 from liger_trainer.run.reports.tables import (
     before_and_after,
     change,
@@ -35,11 +31,13 @@ from liger_trainer.run.reports.tables import (
     facts,
     figure,
     memory,
+    names,
     parameters,
+    read_run,
     settings,
     side_by_side,
 )
-from liger_trainer.run.train_loop import Pace, gpu_utilization
+from liger_trainer.run.train_loop import SpeedMetrics, gpu_utilization
 
 SECTIONS = ["metrics", "curves", "samples", "data", "configuration", "layers", "cost", "environment"]
 VOID = {"meta", "link", "br", "use", "img", "input"}
@@ -71,14 +69,14 @@ def report_of(folder: Path) -> tuple["Page", str]:
 
 
 @pytest.fixture
-def one_curve(monkeypatch):
+def no_curves(monkeypatch):
     """Drawing takes most of the time of a report."""
-    monkeypatch.setattr(drawing, "charts_of", lambda runs: charts_of(runs)[:1])
+    monkeypatch.setattr(html_report, "draw", lambda *arguments: [])
 
 
 @pytest.fixture
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html_report, "draw", lambda *arguments: [])
+def one_curve(monkeypatch):
+    monkeypatch.setattr(drawing, "different", lambda charts, runs: different(charts[:1], runs))
 
 
 class Page(HTMLParser):
@@ -223,10 +221,8 @@ def test_several_runs_are_compared(make, tmp_path, monkeypatch, capsys, one_curv
     ],
 )
 def test_the_best_of_several_runs_stands_on_top(make, no_curves, kl, verdict):
-    folders = [
-        make(name, metrics={"after": {} if value is None else {"forward_kl": value}})
-        for name, value in zip(("one", "two", "three"), kl, strict=True)
-    ]
+    measured = [{} if value is None else {"forward_kl": value} for value in kl]
+    folders = [make(name, metrics={"after": m}) for name, m in zip(("one", "two", "three"), measured, strict=True)]
     page = folders[0] / "all.html"
     assert end_of("report", *folders, "--output", page) == 0
     assert re.findall(r'<p class="verdict ">(.*?)</p>', page.read_text()) == ([verdict] if verdict else [])
@@ -266,11 +262,11 @@ def test_a_finished_and_an_unfinished_run(make, unfinished, tmp_path, no_curves)
     }
 
 
-def test_the_distillation_loss_has_a_row_where_the_loss_is_more(make):
+@pytest.mark.parametrize(("kd_loss", "shown"), [(1.50001, False), (1.4, True)])
+def test_the_distillation_loss_has_a_row_where_the_loss_is_more(logged, kd_loss, shown):
     before, after = {"forward_kl": 2.0, "loss": 2.50001, "kd_loss": 2.5}, {"forward_kl": 1.0, "loss": 1.5}
-    for kd_loss, shown in ((1.50001, False), (1.4, True)):
-        run = read_run(make(f"run-{kd_loss}", metrics={"before": before, "after": {**after, "kd_loss": kd_loss}}))
-        assert ("distillation loss" in [row.label for row in before_and_after(run).rows]) == shown
+    run = logged([], before=before, after={**after, "kd_loss": kd_loss})
+    assert ("distillation loss" in [row.label for row in before_and_after(run).rows]) == shown
 
 
 def test_a_run_of_a_version_that_recorded_less(make):
@@ -294,65 +290,29 @@ def test_numbers_that_are_none(make, no_curves):
     assert points(read_run(folder), "loss") == ([0, 1, 2], [1.0] * 3)
 
 
-def test_errors(make, unfinished, tmp_path, capsys, no_curves):
-    def told(code: int, *arguments) -> str:
-        found, _, printed = commands.call(capsys, "report", *arguments)
-        assert found == code and "Traceback" not in printed
-        return " ".join(printed.split())
-
-    folder, mine = make("first"), tmp_path / "mine.html"
-    for place in ("empty", "wall"):
-        (tmp_path / place).mkdir() if place == "empty" else (tmp_path / place).touch()
+def test_a_file_that_is_no_report_is_replaced_by_force(make, tmp_path, no_curves):
+    mine = tmp_path / "mine.html"
     mine.write_text("mine")
-    for arguments, message in (
-        ([tmp_path / "nowhere"], "no such directory"),
-        ([tmp_path / "empty"], "neither metrics.json"),
-        ([tmp_path / "empty"], "trainer_state.json"),
-        ([folder, folder / "."], "is given twice"),
-        ([folder, "--output", folder / "metrics.json"], "expected a name that ends in .html"),
-        ([folder, "--output", mine], "mine.html exists, and is no report"),
-        ([folder, "--output", tmp_path / "wall" / "a.html"], "cannot be written"),
-        ([], "Missing argument"),
-    ):
-        assert message in told(2, *arguments)
-    assert mine.read_text() == "mine"
+    folder = make("first")
     for force in (["--force"], []):  # the second time it is a report
-        told(0, folder, "--output", mine, *force)
+        assert end_of("report", folder, "--output", mine, *force) == 0
 
-    text = (folder / "metrics.json").read_text()
-    for damaged, message in (
-        (text[:500], "metrics.json cannot be read"),
-        ("[]", "expected a JSON object, got list"),
-        (text.replace('"log_history": [', '"log_history": 3, "rest": [', 1), "metrics.json: log_history"),
-        (text.replace('"before": {', '"before": {"loss": "low", ', 1).replace('"loss": 1.2', '"x": 1'), "before.loss"),
-        (text.replace('"training": {', '"training": 1, "rest": {', 1), "metrics.json: training"),
+
+def test_files_that_are_damaged(make, unfinished, capsys):
+    metrics, state = make("first") / "metrics.json", unfinished / "checkpoint-7" / "trainer_state.json"
+    text = metrics.read_text()
+    for file, damaged, message in (
+        (metrics, text[:500], "metrics.json cannot be read"),
+        (metrics, "[]", "expected a JSON object, got list"),
+        (metrics, text.replace('"log_history": [', '"log_history": 3, "rest": [', 1), "metrics.json: log_history"),
+        (metrics, text.replace('"loss": 1.2', '"loss": "low"'), "before.loss"),
+        (metrics, text.replace('"training": {', '"training": 1, "rest": {', 1), "metrics.json: training"),
+        (state, "{", "checkpoint-7/trainer_state.json cannot be read"),
+        (state, '{"log_history": 1}', "expected the state of a Trainer"),
     ):
-        (folder / "metrics.json").write_text(damaged)
-        assert message in told(6, folder)
-    (unfinished / "checkpoint-7" / "trainer_state.json").write_text("{")
-    assert "checkpoint-7/trainer_state.json cannot be read" in told(6, unfinished)
-    (unfinished / "checkpoint-7" / "trainer_state.json").write_text('{"log_history": 1}')
-    assert "expected the state of a Trainer" in told(6, unfinished)
-
-
-def test_help_and_reports_import_no_torch(make):
-    """And help not even matplotlib."""
-    folder = make("first", metrics={"log_history": [{"loss": 1.0, "step": step} for step in (1, 2)]})
-    script = """
-import sys
-from liger_trainer.cli import main
-def end(*words):
-    try: main(["report", *words])
-    except SystemExit as stopped: assert not stopped.code, stopped.code
-heavy = {"torch", "transformers", "trl", "datasets", "peft", "accelerate", "matplotlib.pyplot"}
-end("--help")
-early = {"matplotlib", "jinja2", *heavy} & set(sys.modules); assert not early, early
-end(sys.argv[1])
-late = heavy & set(sys.modules); assert not late, late
-"""
-    root = str(Path(liger_trainer.__file__).parents[1])
-    done = subprocess.run([sys.executable, "-c", script, str(folder)], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+        file.write_text(damaged)
+        folder = metrics.parent if file == metrics else unfinished
+        commands.refused(commands.call(capsys, "report", folder), 6, message)
 
 
 @pytest.mark.parametrize(
@@ -378,9 +338,9 @@ def test_the_pace_leaves_out_what_is_no_training(monkeypatch, tmp_path):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(callbacks.time, "perf_counter", lambda: clock.now)
     args, state, control = TrainingArguments(str(tmp_path), use_cpu=True), TrainerState(), TrainerControl()
-    pace, logs = Pace(), []
+    pace, logs = SpeedMetrics(), []
 
-    def log(values):
+    def log(**values):
         state.log_history.append(dict(values))
         logs.append(values)
         pace.on_log(args, state, control, logs=values)
@@ -390,7 +350,6 @@ def test_the_pace_leaves_out_what_is_no_training(monkeypatch, tmp_path):
         clock.now += seconds
         pace.on_step_end(args, state, control)
 
-    clock.now += 50
     pace.on_evaluate(args, state, control)  # before the first step
     for tokens in (60.0, 120.0, 150.0):
         step(1.0)
@@ -398,15 +357,13 @@ def test_the_pace_leaves_out_what_is_no_training(monkeypatch, tmp_path):
         clock.now += 10.0
         pace.on_evaluate(args, state, control)  # between two logs
         step(0.5)
-        log({"loss": 1.0, "num_tokens": tokens})
-        log({"eval_loss": 1.0, "eval_num_tokens": tokens})
+        log(loss=1.0, num_tokens=tokens)
+        log(eval_loss=1.0, eval_num_tokens=tokens)
         clock.now += 5.0
         pace.on_save(args, state, control)
-    trained = [entry for entry in logs if "loss" in entry]
-    assert [entry["tokens_per_second"] for entry in trained] == [30.0, 30.0, 15.0]
-    assert all(entry["peak_memory_mib"] > 10 for entry in trained)
+    assert [entry.get("tokens_per_second") for entry in logs] == [30.0, None, 30.0, None, 15.0, None]
+    assert all(entry["peak_memory_mib"] > 10 for entry in logs if "loss" in entry)
     assert [set(entry) for entry in state.log_history] == [set(entry) for entry in logs]  # trackers get them too
-    assert all("tokens_per_second" not in entry for entry in logs if "eval_loss" in entry)
 
 
 def test_the_use_of_the_gpu_is_logged_where_it_can_be_read(monkeypatch):
@@ -422,7 +379,7 @@ def test_the_use_of_the_gpu_is_logged_where_it_can_be_read(monkeypatch):
     assert gpu_utilization(on_gpu) is None
     monkeypatch.setattr(callbacks, "gpu_utilization", lambda args: 87.0)
     state, logs = SimpleNamespace(log_history=[{}]), {"loss": 1.0, "num_tokens": 8.0}
-    Pace().on_log(on_cpu, state, None, logs=logs)
+    SpeedMetrics().on_log(on_cpu, state, None, logs=logs)
     assert logs["gpu_utilization"] == state.log_history[-1]["gpu_utilization"] == 87.0
 
 

@@ -10,11 +10,10 @@ import torch
 from canaries import ENVIRONMENT, SETTINGS, TENSORBOARD, holding
 from commands import call, save_models, write_rows
 from served import Reply, served
-from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
-from tiny import completions as rows_of_words
+from tiny import WORDS, tiny_model
+from trainings import distill
 from transformers import TrainerCallback
 
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError
 from liger_trainer.run.reports import drawing
@@ -129,13 +128,14 @@ def test_a_trainer_in_python_saves_and_reports_no_secret(models, tmp_path):
         def on_train_begin(self, args, state, control, **kwargs):
             self.sent = args.to_json_string() + repr(args.to_sanitized_dict())
 
-    args = train_args(LigerDistillConfig, output_dir=str(tmp_path), max_steps=1, save_strategy="steps", save_steps=1,
-                      hub_token="canary-1", teacher_model_init_kwargs={"token": "canary-2"})  # fmt: skip
     tracker = Tracker()
-    trainer = LigerDistillTrainer(tiny_model("llama_tied"), str(models / "student"), args, callbacks=[tracker],
-                                  train_dataset=rows_of_words(), processing_class=tiny_tokenizer())  # fmt: skip
+    trainer = distill(
+        tiny_model("llama_tied"), str(models / "student"), callbacks=[tracker], output_dir=str(tmp_path), max_steps=1,
+        save_strategy="steps", save_steps=1, hub_token="canary-1", teacher_model_init_kwargs={"token": "canary-2"},
+    )  # fmt: skip
     trainer.train()
     trainer.save_model()
+    args = trainer.args
     assert "canary" not in tracker.sent and "max_steps" in tracker.sent
     assert holding(tmp_path) == []
     assert args.hub_token == "canary-1" and vars(args).keys().isdisjoint({"to_dict", "__getstate__"})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import call, save_models, settings, texts, without_report, write_rows
+from commands import call, done, refused, save_models, settings, texts, without_report, write_rows
 from processes import run_on
 
 import liger_trainer
@@ -30,9 +30,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(capsys, *overrides: str) -> tuple[int, str]:
-    code, _, err = call(capsys, "run", "run.yaml", *overrides)
-    return code, err
+def run(capsys, *overrides: str) -> tuple[int, str, str]:
+    return call(capsys, "run", "run.yaml", *overrides)
 
 
 @pytest.fixture
@@ -76,18 +75,15 @@ def test_a_signal_saves_a_checkpoint(folder, capsys, send, number):
     handlers = [signal.getsignal(each) for each in SIGNALS]
     # save_strategy best decides after an evaluation whether to save; none is made
     best = ("save_strategy=best", "metric_for_best_model=loss", "greater_is_better=true")
-    code, err = run(capsys, *best, "eval_strategy=steps", "eval_steps=1")
-    assert code == 130, err
-    assert f"{number.name}: Stopped at step 2 of 100000; saved out/checkpoint-2." in err
-    assert "To go on: liger-trainer resume out\n" in err and "Traceback" not in err
+    said = f"{number.name}: Stopped at step 2 of 100000; saved out/checkpoint-2. To go on: liger-trainer resume out"
+    refused(run(capsys, *best, "eval_strategy=steps", "eval_steps=1"), 130, said)
     assert Path("out/checkpoint-2/model.safetensors").is_file()
     assert [signal.getsignal(each) for each in SIGNALS] == handlers
 
 
 def test_a_second_ctrl_c_stops_at_once(folder, capsys, send):
     send(signal.SIGINT, signal.SIGINT, pause=1.1)
-    code, err = run(capsys)
-    assert code == 130 and "interrupted; what the output_dir holds is kept" in err
+    refused(run(capsys), 130, "interrupted; what the output_dir holds is kept")
     assert not Path("out/checkpoint-2").exists()
 
 
@@ -107,20 +103,22 @@ def test_a_signal_before_training_ends_the_run(folder, capsys, monkeypatch):
         raise AssertionError("not interrupted")
 
     monkeypatch.setattr("liger_trainer.recipes.sft.prepare", prepare)
-    code, err = run(capsys)
-    assert code == 130 and "interrupted" in err and not Path("out").exists()
+    refused(run(capsys), 130, "interrupted")
+    assert not Path("out").exists()
 
 
 def test_max_hours_saves_a_checkpoint(folder, capsys, send):
-    code, err = run(capsys, "max_hours=1e-9")
-    assert code == 124 and "max_hours: 1e-09 is over. Stopped at step 1 of 100000; saved out/checkpoint-1." in err
-    assert "To go on: liger-trainer resume out\n" in err
-    code, _ = run(capsys, "max_hours=1e-9", "max_steps=1", "output_dir=ended")
-    assert code == 0  # over in the last step: the run is finished
+    said = (
+        "max_hours: 1e-09 is over. Stopped at step 1 of 100000; saved out/checkpoint-1. To go on: liger-trainer resume"
+    )
+    assert "--checkpoint" not in refused(run(capsys, "max_hours=1e-9"), 124, f"{said} out")
+    Path("out/checkpoint-9").mkdir()  # of later steps, before a run that goes back
+    again = call(capsys, "resume", "out", "--checkpoint", "checkpoint-1", "max_hours=1e-9")
+    refused(again, 124, "To go on: liger-trainer resume out --checkpoint checkpoint-2")
+    done(run(capsys, "max_hours=1e-9", "max_steps=1", "output_dir=ended"))  # over in the last step: it is finished
     send(signal.SIGINT)
-    assert run(capsys, "max_steps=2", "output_dir=last")[0] == 0  # so is a signal
-    code, err = run(capsys, "max_hours=0")
-    assert code == 2 and "max_hours" in err
+    done(run(capsys, "max_steps=2", "output_dir=last"))  # so is a signal
+    refused(run(capsys, "max_hours=0"), 2, "max_hours")
 
 
 MODULE = ["-m", "liger_trainer", "run", "run.yaml", "ddp_backend=gloo"]

@@ -45,6 +45,15 @@ def done(ended: tuple[int, str, str]) -> tuple[str, str]:
     return out, err
 
 
+def refused(ended: tuple[int, str, str], code: int, *words: str) -> str:
+    """Stderr in one line of a command that has ended with this code, these words and no stack trace."""
+    found, _, err = ended
+    said = " ".join(err.split())
+    assert found == code and "Traceback" not in err, err
+    assert [word for word in words if word not in said] == [], said
+    return said
+
+
 def without_report(patch: pytest.MonkeyPatch) -> None:
     """Runs write no report: to draw it takes longer than to train. test_report.py has it."""
     patch.setattr("liger_trainer.run.recipe._report", lambda output_dir: None)
@@ -64,7 +73,7 @@ def lines(rows: Iterable[dict]) -> str:
 
 
 def save_models(folder: Path, *names: str, **options: Any) -> None:
-    """Save models with tied embeddings, each of a seed of its own, and their tokenizer."""
+    """Save models with tied embeddings, each of another seed, and their tokenizer."""
     for seed, name in enumerate(names):
         tiny_model("llama_tied", seed=seed, **options).save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)

@@ -10,14 +10,13 @@ One way through each kernel in bf16 and fp32; with --all in fp16 too, and all op
 the time, bf16 goes as far as LLVM, where shared memory is laid out, and fp32 as far as Triton's own first IR, in which
 a kernel's Python has become code: what the interpreter accepts and the compiler does not fails there.
 
-test_compiles.py runs this in a process of its own: Triton reads TRITON_INTERPRET, which tests set, once.
+test_compiles.py runs this in its own process: Triton reads TRITON_INTERPRET, which tests set, once.
 """
 
 import json
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -145,7 +144,7 @@ def leaf(*shape: int, dtype: torch.dtype, frozen: bool = False) -> Tensor:
 
 
 def step(op: Callable, *args, **options) -> None:
-    """Forward and backward, with a gradient of its own for each output."""
+    """Forward and backward, with another gradient for each output."""
     result = op(*args, **options)
     outputs = [x for x in ([result] if isinstance(result, Tensor) else result) if x.requires_grad]
     torch.autograd.backward(outputs, [torch.rand_like(x) for x in outputs])
@@ -203,63 +202,51 @@ def low_rank(dtype: torch.dtype) -> None:
         split(torch.rand(N, count, 16), form, torch.empty(N, len(form), 40, dtype=dtype)[..., 8:24], 2.0)
 
 
-def cross_entropies(dtype: torch.dtype) -> None:
-    logits, labels = leaf(N, V, dtype=dtype), torch.randint(V, (N,))
-    for inplace in (False, True):
-        step(loss_of(cross_entropy), logits * 1, labels, inplace=inplace)
-    if not in_every_way(dtype):
-        return
-    every = dict(weight=torch.rand(V), label_smoothing=0.1, z_loss=0.1, softcap=5.0, temperature=2.0)
-    for reduction, inplace in product(("mean", "none"), (False, True)):
-        step(loss_of(cross_entropy), logits * 1, labels, reduction=reduction, inplace=inplace, **every)
-    step(loss_of(cross_entropy), leaf(N, 101, dtype=dtype), labels % 101)
-
-
 def heads(dtype: torch.dtype) -> None:
+    """Losses of given logits and of a head: always the commonest forms, all of `further` if asked for."""
     hidden, weight, bias = leaf(N, 16, dtype=dtype), leaf(V, 16, dtype=dtype), leaf(V, dtype=dtype)
     labels = torch.randint(V, (N,)).index_fill(0, torch.tensor([0]), -100)
     for num_items in (None, torch.tensor(3.0)):
         _linear_head._find_triton(labels, num_items, -100)
     _triton._probe_kernel[(1,)](torch.zeros(16), BLOCK=16)
-    head = partial(step, loss_of(linear_cross_entropy), hidden, weight, labels)
+    logits = leaf(N, V, dtype=dtype)
     teacher = leaf(N, 24, dtype=dtype), leaf(V, 24, dtype=dtype)
-    divergence = partial(step, loss_of(linear_divergence), hidden, weight, *teacher)
-    recompute = dict(recompute=True, workspace_mb=0.5)
     cache = torch.stack([torch.randperm(V)[:50] for _ in range(N)]), torch.full((N, 50), -5.0)
-    sparse = partial(step, loss_of(linear_sparse_divergence), hidden, weight, *cache)
-    log_probs = partial(
-        step, lambda *args, **options: sum(linear_log_probs(*args, **options)[:2]), hidden, weight, labels
-    )
-    head()
-    head(**recompute)
-    log_probs()
-    divergence()
-    sparse()
-    if not in_every_way(dtype):
-        return
-    every = dict(softcap=5.0, scale=1.5, temperature=2.0, label_smoothing=0.1, z_loss=0.1, token_weight=torch.rand(N))
-    head(bias=bias, dft=True, **every)
-    head(bias=bias, reduction="none", **every, **recompute)
-    log_probs(bias=bias, softcap=5.0, mean_logits=True)
-    divergence(kind="reverse_kl", labels=labels, ce_weight=0.5)
-    divergence(kind="jsd", logits_dtype=torch.float32)
-    for kind in ("skew_kl", "skew_reverse_kl", "tvd"):
-        divergence(kind=kind)
-    divergence(kind={"tvd": 0.0, "reverse_kl": 1.0}, teacher_share=0.5)
-    divergence(reduction="none", **recompute)
-    mix = dict.fromkeys(KINDS, 0.3)
-    every |= dict(kind=mix, teacher_share=0.5, labels=labels, ce_weight=0.5, teacher_softcap=3.0, teacher_bias=bias)
-    divergence(bias=bias, **every)
-    sparse(tail="none", labels=labels, ce_weight=0.5, top_ids=labels)
+    recompute, mix = dict(recompute=True, workspace_mb=0.5), dict.fromkeys(KINDS, 0.3)
+    smooth = dict(label_smoothing=0.1, z_loss=0.1, softcap=5.0, temperature=2.0)
     options = dict(softcap=5.0, scale=1.5, temperature=2.0, token_weight=torch.rand(N))
-    sparse(bias=bias, labels=labels, ce_weight=0.5, **options)
-    for kind in ("reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd"):
-        sparse(kind=kind)
-    sparse(kind=mix, bias=bias, labels=labels, ce_weight=0.5, top_ids=labels, **options)
-    with torch.no_grad():
-        linear_cross_entropy(hidden, weight, labels)
-        linear_divergence(hidden, weight, *teacher)
-        linear_sparse_divergence(hidden, weight, *cache)
+    every, ce = options | dict(label_smoothing=0.1, z_loss=0.1), dict(labels=labels, ce_weight=0.5)
+    both = dict(kind=mix, teacher_share=0.5, **ce, teacher_softcap=3.0, teacher_bias=bias)
+    # the op, what it is given, its options: always, and further ones
+    forms: list[tuple[Callable, tuple, list[dict], list[dict]]] = [
+        (lambda *args, **how: cross_entropy(args[0] * 1, *args[1:], **how), (logits, labels.clamp(min=0)),
+         [{"inplace": inplace} for inplace in (False, True)],
+         [dict(weight=torch.rand(V), reduction=reduction, inplace=inplace, **smooth)
+          for reduction, inplace in product(("mean", "none"), (False, True))]),
+        (linear_cross_entropy, (hidden, weight, labels), [{}, recompute],
+         [dict(bias=bias, dft=True, **every), dict(bias=bias, reduction="none", **every, **recompute)]),
+        (lambda *args, **how: [sum(linear_log_probs(*args, **how)[:2])], (hidden, weight, labels), [{}],
+         [dict(bias=bias, softcap=5.0, mean_logits=True)]),
+        (linear_divergence, (hidden, weight, *teacher), [{}], [
+            dict(kind="reverse_kl", **ce), dict(kind="jsd", logits_dtype=torch.float32),
+            *({"kind": kind} for kind in ("skew_kl", "skew_reverse_kl", "tvd")),
+            dict(kind={"tvd": 0.0, "reverse_kl": 1.0}, teacher_share=0.5), dict(reduction="none", **recompute),
+            dict(bias=bias, **every, **both),
+        ]),
+        (linear_sparse_divergence, (hidden, weight, *cache), [{}], [
+            dict(tail="none", **ce, top_ids=labels), dict(bias=bias, **ce, **options),
+            *({"kind": kind} for kind in ("reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd")),
+            dict(kind=mix, bias=bias, **ce, top_ids=labels, **options),
+        ]),
+    ]  # fmt: skip
+    for op, given, always, further in forms:
+        for how in [*always, *further * in_every_way(dtype)]:
+            step(lambda *args, op=op, **how: op(*args, **how)[0], *given, **how)
+        if in_every_way(dtype):
+            with torch.no_grad():
+                op(*given)
+    if in_every_way(dtype):  # one block
+        step(lambda *args: cross_entropy(*args).loss, leaf(N, 101, dtype=dtype), labels.clamp(min=0) % 101)
 
 
 def optimizer(dtype: torch.dtype) -> None:
@@ -296,11 +283,7 @@ def shards(dtype: torch.dtype) -> None:
     shard_rows(Tile(student, None, 32, 2 * V), Targets(labels), values, student, CrossEntropyOptions(), OneRank())
 
 
-def loss_of(op: Callable) -> Callable:
-    return lambda *args, **options: op(*args, **options).loss
-
-
-GROUPS = (table, low_rank, cross_entropies, heads, optimizer, shards)
+GROUPS = (table, low_rank, heads, optimizer, shards)
 
 
 def main() -> None:

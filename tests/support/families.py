@@ -121,7 +121,7 @@ def shrunk(config_class, overrides=()):
     for attempt in (options, {k: v for k, v in options.items() if "head_dim" not in k}):
         try:
             return config_class(**{**attempt, **dict(overrides)})
-        except Exception as e:  # each family has checks of its own
+        except Exception as e:  # each family has its own checks
             reason = f"no such configuration: {type(e).__name__} {str(e)[:80]}"
     return reason
 

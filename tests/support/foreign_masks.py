@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import chat_template_utils
 
-GOLDEN = Path(__file__).parents[1] / "config" / "foreign_configs" / "masks.json"
+GOLDEN = Path(__file__).parents[1] / "extras" / "foreign_configs" / "masks.json"
 HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 NAMES = {"system": "system", "user": "human", "assistant": "gpt"}

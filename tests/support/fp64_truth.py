@@ -1,4 +1,4 @@
-"""A layer, function or loss beside what it should be: outputs and all gradients, under random upstream gradients."""
+"""A layer, function or loss against what it should be: outputs and all gradients, under random upstream gradients."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ def results(op: Callable, inputs: Sequence[Tensor], parameters: Sequence[Tensor]
 
 
 def assert_same(got: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float | None = None) -> None:
-    """Within a share of the largest entry, by default that of the dtype. The truth may be in fp64."""
+    """Within a share of the largest entry, by default the dtype's. The truth may be in fp64."""
     for i, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
         assert ours.dtype == theirs.dtype or theirs.dtype == torch.float64
         largest = theirs.double().abs().max().item() if theirs.numel() else 0.0

@@ -1,6 +1,6 @@
 """Captures that are killed over and over, and one that is not. Run as a script: FOLDER KIND MOMENTS
 
-Each capture is a process of its own, forked from one that has imported everything. It is killed by SIGKILL after a
+Each capture is another process, forked from one that has imported everything. It is killed by SIGKILL after a
 random time, or kills itself right before or after one of the calls that make a shard and the index durable.
 """
 

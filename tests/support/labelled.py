@@ -77,7 +77,7 @@ def _image(model):
 
 
 def _csm(model):
-    """Two rows of text and three frames of speech; the first two frames of a row train the backbone alone."""
+    """Two rows of text and three frames of speech; the first two frames of a row train only the backbone."""
     config = model.config
     (ids,), frames = _text(model)[0].values(), 3
     ids[:, 6 : 6 + frames], ids[:, 6 + frames] = config.audio_token_id, config.audio_eos_token_id
@@ -103,7 +103,7 @@ def _kyutai(model):
 
 
 def _higgs(model):
-    """Text and two frames of speech, each with labels of its own."""
+    """Text and two frames of speech, each with its labels."""
     config = model.config
     (ids,), labels = _text(model)[0].values(), _text(model)[1]
     ids[:, 5:7] = config.audio_token_id
@@ -141,7 +141,7 @@ def _text_and_image(model):
 
 
 def _question(model):
-    """A question about an image; without ids of its own the decoder would read the labels, -100 among them."""
+    """A question about an image; without its own ids the decoder would read the labels, -100 among them."""
     batch = _text_and_image(model)
     return {**batch, "decoder_input_ids": batch["input_ids"]}
 

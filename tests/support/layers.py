@@ -1,4 +1,4 @@
-"""Single layers, patched by one part and run beside their own forward."""
+"""Single layers, patched by one part and run next to their own forward."""
 
 import copy
 

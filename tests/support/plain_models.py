@@ -1,4 +1,4 @@
-"""A model with the fused loss beside the same model without it."""
+"""A model with the fused loss, and the same model without it."""
 
 from collections.abc import Mapping
 from typing import Any

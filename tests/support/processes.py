@@ -42,7 +42,7 @@ def keep_as_imported() -> None:
 
 
 def run_on(count: int, script: str, *arguments: Any, timeout: float = 300, gpus: bool = False) -> list[str]:
-    """Run tests/support/`script` in `count` processes, each on a GPU of its own if `gpus`; return what each printed.
+    """Run tests/support/`script` in `count` processes, each on another GPU if `gpus`; return what each printed.
 
     Raises:
         AssertionError: one of them failed; it shows what they printed.

@@ -1,4 +1,4 @@
-"""The published shapes of the models that configurations name: config.json alone, so that memory can be estimated
+"""The published shapes of the models that configurations name: only config.json, so that memory can be estimated
 without the hub."""
 
 from pathlib import Path

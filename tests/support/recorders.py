@@ -1,10 +1,18 @@
-"""A recorder of layers' graphs without a GPU: to replay is to run the function again, into the same memory."""
+"""Recorders: of calls; and of layers' graphs without a GPU, where to replay is to run the function again."""
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def calls_of(patch: Any, owner: Any, name: str) -> list[tuple]:
+    """Return a list to which each call of a function adds its arguments; the function does what it did."""
+    calls, function = [], getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **options: calls.append(args) or function(*args, **options))
+    return calls
 
 
 class RunsAgain:

@@ -55,7 +55,7 @@ SPLITS = [
     ("ce", 1),
     ("kd", 1),
 ]  # in two processes, with accumulation
-# The others are slow, which two processes of FSDP2 take by default: see engines/trained_steps.py.
+# The others are slow, which two processes of FSDP2 take by default: see engines/test_trained_steps.py.
 QUICK = [
     *((objective, 2) for objective in ("ce", "kd", "mix", "hidden", "on_policy", "seq_kd", "self", "weighted")),
     ("kd", 1),
@@ -79,7 +79,7 @@ class _Capture(TrainerCallback):
         self.gradients, self.hidden = gradients, hidden
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        named = [] if args.deepspeed else [*model.named_parameters()]  # it has stepped: see engines/zero_ranks.py
+        named = [] if args.deepspeed else [*model.named_parameters()]  # it has stepped: see engines/test_zero.py
         named += self.hidden.named_parameters() if self.hidden else []
         whole = {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in named
                  if p.requires_grad}  # fmt: skip

@@ -35,7 +35,7 @@ SIZES = {
     "eos_token_id": VOCAB - 3,
 }  # fmt: skip
 
-# name: (configuration class, its options beside SIZES). Caps and scales so strong that leaving them out shows.
+# name: (configuration class, its options besides SIZES). Caps and scales so strong that leaving them out shows.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
     "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -158,7 +158,7 @@ def named_gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def assert_same_gradients(got: Mapping[str, Tensor], want: Mapping[str, Tensor], rtol: float = 1e-5) -> None:
-    """Each within rtol of its own norm; where a gradient is zero but for rounding, rtol / 10 of the norm of all."""
+    """Each within rtol of its norm; where a gradient is zero but for rounding, rtol / 10 of the norm of all."""
     assert got.keys() == want.keys()
     total = torch.stack([g.double().norm() for g in want.values()]).norm()
     assert total > 0

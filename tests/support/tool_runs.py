@@ -14,7 +14,7 @@ ENVIRONMENT = {
 
 
 def run(command: str, *arguments: Any, cwd: Path, **environment: str) -> str:
-    """Run a command that stands beside this Python, and return what it printed. A failure is an AssertionError."""
+    """Run a command that lies next to this Python, and return what it printed. A failure is an AssertionError."""
     done = attempt(command, *arguments, cwd=cwd, **environment)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout

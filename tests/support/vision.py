@@ -1,6 +1,6 @@
 """Tiny vision-language models with their processors, built on the spot, and rows of drawn images with chats.
 
-The processors are transformers' own, with image processors that need Pillow alone. Those that read videos too get no
+The processors are transformers' own, with image processors that need only Pillow. Those that read videos too get no
 video processor, since transformers' need torchvision; SmolVLM gets the processor of Idefics 3, since its own counts
 in words by a package.
 """

@@ -17,7 +17,7 @@ from liger_trainer.common.files import sha256
 from liger_trainer.errors import ConfigError, CorruptError
 from liger_trainer.teachers.cache import store
 from liger_trainer.teachers.cache.store import INDEX, TeacherCache
-from liger_trainer.teachers.fingerprints import files_fingerprint, tokenizer_fingerprint, weights_fingerprint
+from liger_trainer.teachers.fingerprints import files_fingerprint, teacher_fingerprint, tokenizer_fingerprint
 from liger_trainer.teachers.row_keys import row_key
 
 
@@ -160,11 +160,11 @@ def test_fingerprints_tell_apart_what_matters():
     tokenizer(["w1 w2", "w1"], padding=True, truncation=True, max_length=3)  # changes the state, not the tokenizer
     assert tokenizer_fingerprint(tokenizer) == before != tokenizer_fingerprint(other_tokenizer())
     model = tiny_model()
-    before = weights_fingerprint(model)
-    assert weights_fingerprint(tiny_model()) == before != weights_fingerprint(tiny_model(seed=1))
+    before = teacher_fingerprint(model, None)
+    assert teacher_fingerprint(tiny_model(), None) == before != teacher_fingerprint(tiny_model(seed=1), None)
     with torch.no_grad():
         model.model.norm.weight[3] += 1e-6
-    assert weights_fingerprint(model) != before
+    assert teacher_fingerprint(model, None) != before
 
 
 def test_files_are_known_in_every_format(tmp_path):

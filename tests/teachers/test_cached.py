@@ -192,14 +192,14 @@ def test_draws_do_not_determine_any_divergence(tmp_path):
     """Whatever the configuration says of what the cache holds."""
     losses = [{"type": "jsd", "beta": 0.4}, {"type": "reverse_kl", "weight": 0.3}, {"type": "tvd"}, {"type": "ce"}]
     captured(tmp_path / "draws", cache_entries=8, cache_tail_draws=4)
-    with pytest.raises(ConfigError, match="holds draws, which determine the forward KL alone.* asks for jsd, reverse"):
+    with pytest.raises(ConfigError, match="holds draws, which determine only the forward KL.* asks for jsd, reverse"):
         trainer_of(config(tmp_path / "draws", **STEP, losses=losses))
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"beta": 0.5, "cache_tail_draws": None}, "determines the forward KL alone.* asks for jsd"),
+        ({"beta": 0.5, "cache_tail_draws": None}, "determines only the forward KL.* asks for jsd"),
         ({"losses": [{"type": "reverse_kl"}], "cache_tail_draws": 4}, "asks for reverse_kl"),
         ({"losses": [{"type": "reverse_kl"}], "cache_kind": "sampled", "cache_tail_draws": None}, "for reverse_kl"),
         ({"losses": [{"type": "ce"}]}, "asks for no divergence"),

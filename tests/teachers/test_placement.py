@@ -12,11 +12,11 @@ from trl import SFTConfig
 from liger_trainer import DistillationCallback, LigerDistillConfig
 from liger_trainer.errors import ConfigError
 from liger_trainer.kernels.types import Lora
-from liger_trainer.losses.deferred_logits import DeferredLogits, Forward
+from liger_trainer.losses.deferred_logits import DeferredLogits, DeferredPass
 from liger_trainer.losses.model_parts import Head
 from liger_trainer.run.samples import Prompt, complete
 from liger_trainer.teachers.cache.store import TeacherCache
-from liger_trainer.teachers.model import Carrier, check_processes
+from liger_trainer.teachers.model import LogitsMover, check_processes
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 LOSSES = [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.3}]
@@ -106,8 +106,10 @@ def test_what_is_carried_to_another_device():
     """The meta device stands for another one: what is there is whole, and the head goes there once."""
     weight, bias, a, b = torch.randn(7, 4), torch.randn(7), torch.randn(2, 4), torch.randn(7, 2)
     head = Head(weight, bias, (Lora(a, b, 0.5),))
-    logits = DeferredLogits(torch.randn(2, 3, 4), head, lambda h: h @ weight.T, Forward("tiny", False), capped=True)
-    carry, meta = Carrier(), torch.device("meta")
+    logits = DeferredLogits(
+        torch.randn(2, 3, 4), head, lambda h: h @ weight.T, DeferredPass("tiny", False), capped=True
+    )
+    carry, meta = LogitsMover(), torch.device("meta")
     first, second = carry(logits, meta), carry(logits, meta)
     for x in (first.hidden, first.head.weight, first.head.bias, *first.head.lora[0][:2]):
         assert x.device == meta

@@ -61,7 +61,7 @@ def test_tokens_added_at_the_end_of_one_side(side):
     found = compare_tokenizers(*(both if side == "teacher" else both[::-1]))
     assert found.size == VOCAB
     assert getattr(found, f"{side}_only") == {64: "<tool>", 65: "</tool>"}
-    assert f"2 tokens of the {side}'s alone (64 '<tool>', 65 '</tool>')" in str(found)
+    assert f"2 tokens that only the {side} has (64 '<tool>', 65 '</tool>')" in str(found)
 
 
 def test_a_token_added_on_both_sides_must_be_the_same():
@@ -124,7 +124,7 @@ def test_padding_and_added_tokens_just_work_and_are_told(tmp_path, capsys):
     assert trainer.distillation.vocab_size == VOCAB
     assert (
         "liger-trainer: vocabulary: 64 tokens, the same in both tokenizers; left out of the loss: 6 rows of padding in "
-        "the student's head (ids 64 to 69), 1 token of the teacher's alone (64 '<tool>'), 15 rows of padding in the "
+        "the student's head (ids 64 to 69), 1 token that only the teacher has (64 '<tool>'), 15 rows of padding in the "
         "teacher's head (ids 65 to 79)\n"
     ) in capsys.readouterr().out
     cut = type(tiny_model()).from_pretrained(path)

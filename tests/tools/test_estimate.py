@@ -11,10 +11,9 @@ import transformers
 import yaml
 from commands import call, write_rows
 from peft import LoraConfig, get_peft_model
+from recorders import calls_of
 from tiny import FAMILIES, SIZES, VOCAB, tiny_model, tiny_tokenizer
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from liger_trainer.errors import ConfigError
 from liger_trainer.losses.spec import Distillation, LossOptions
 from liger_trainer.patching.patcher import base_of, patch
 from liger_trainer.tools.estimate import estimator as estimating
@@ -27,6 +26,7 @@ from liger_trainer.tools.estimate.step_spec import Sharding
 
 ADAMW = functools.partial(torch.optim.AdamW, fused=True)
 FOREACH = functools.partial(torch.optim.AdamW, foreach=True)
+
 WIDE: Any = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
     "num_attention_heads": 8, "head_dim": 32,
@@ -63,26 +63,6 @@ def weights(spec: StepSpec, part: Any = None) -> int:
     """The bytes of a model's weights, or of a part's, in whole blocks."""
     part = built(spec) if part is None else part
     return sum(-(-p.numel() * spec.student.dtype.itemsize // BLOCK) * BLOCK for p in part.parameters())
-
-
-def _trained(tracker: MemoryTracker) -> dict:
-    linear = torch.nn.Linear(256, 256, bias=False)
-    tracker.add([linear.weight], "student weights")
-    with tracker:
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16), tracker.during("forward"):
-                loss = linear(linear(torch.ones(64, 256))).float().sum()
-            with tracker.during("backward"):
-                loss.backward()
-            linear.zero_grad()
-    return tracker.peaks
-
-
-def test_the_tracker_sees_the_same_with_and_without_data():
-    with FakeTensorMode():
-        without = _trained(MemoryTracker())
-    assert without == _trained(MemoryTracker())
-    assert without["forward"].parts["autocast copies"] == 2 * 256 * 256  # one copy of the weight, made once
 
 
 def test_the_tracker_counts_storages_once_until_they_are_freed():
@@ -251,9 +231,7 @@ def test_one_micro_batch_finds_the_peaks_of_two_whole_steps(family, options, acc
     made = functools.partial(_with_an_unused_weight, memory_simulation._built)
     monkeypatch.setattr(memory_simulation, "_built", made)
     spec = step(student=model, teacher=teacher, accumulation=accumulation, **options)
-    batches = []
-    micro_batch = memory_simulation._TrainerSteps._micro_batch
-    monkeypatch.setattr(memory_simulation._TrainerSteps, "_micro_batch", lambda run: batches.append(micro_batch(run)))
+    batches = calls_of(monkeypatch, memory_simulation._TrainerSteps, "_micro_batch")
     found = simulate(spec)
     assert len(batches) == 1
     monkeypatch.setattr(memory_simulation, "_TrainerSteps", _EveryMoment)
@@ -376,10 +354,6 @@ def test_gpus_by_name_and_by_size():
     for name, full in (("h100", "H100 80GB"), ("A100 40 GB", "A100 40GB"), ("4090", "RTX 4090 24GB")):
         assert gpu_named(name).name == full
     assert gpu_named("24GB").mib == 24 * 1024
-    with pytest.raises(ConfigError, match="A100 80GB, A100 40GB: say which"):
-        gpu_named("a100")
-    with pytest.raises(ConfigError, match="Did you mean"):
-        gpu_named("H1000 80GB")
     assert all(gpu.usable_mib < gpu.mib for gpu in GPUS)
 
 
@@ -469,20 +443,3 @@ def test_a_cache_of_hidden_states_takes_its_head_and_two_bytes_a_value(project, 
     assert wide["parts_mib"]["teacher weights"] == pytest.approx(2 * head / 2**20)
     missing = "teacher_model_name_or_path: missing, and no cache tells the width"
     assert missing in estimated(capsys, *HIDDEN)[2]
-
-
-def test_what_cannot_be_estimated_is_said(project, capsys):
-    (project / "list.json").write_text("[]")
-    for arguments, message in (
-        (["optim=grokadamw"], "optim"),
-        (["torch_compile=true"], "torch_compile"),
-        (["--gpu", "Foo"], "no GPU is called"),
-        ([*DISTIL, "teacher_device=cpu"], "teacher_device"),
-        ([*DISTIL, "teacher_offload=true"], "teacher_offload"),
-        (["recipe=distill", "teachers=[{name: a, teacher_model_name_or_path: student}]"], "teachers"),
-        (["deepspeed=rows.jsonl"], "rows.jsonl cannot be read"),
-        (["deepspeed=list.json"], "list.json: expected keys with values, got a list"),
-        (["accelerate_config=list.json"], "list.json: expected keys with values, got a list"),
-    ):
-        code, _, err = estimated(capsys, *arguments)
-        assert code == 2 and message in err

@@ -1,7 +1,6 @@
 """`eval`: every metric against plain torch on the same rows; runs, adapters and configurations side by side."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from tiny import WORDS, kl, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from liger_trainer.cli.evaluate import split_targets
-from liger_trainer.errors import ConfigError
-from liger_trainer.tools.evaluate import calibration_error, signed_confidence
 
 SETTINGS = {
     "recipe": "distill", "model_name_or_path": "student", "teacher_model_name_or_path": "teacher",
@@ -159,32 +156,5 @@ def test_fine_tuning_has_its_own_rows(evaluate):
     assert 0 <= metrics["calibration_error"] <= 1 and found["evaluations"][0]["teacher"] is None
 
 
-def test_what_cannot_be_evaluated_is_said(folder, evaluate, tmp_path):
-    for name in ("empty", "cut"):
-        (tmp_path / name).mkdir()
-        shutil.copy(folder / "run.yaml", tmp_path / name / "config.yaml")
-    (tmp_path / "cut" / "model.safetensors").write_bytes(b"cut off")
-    shutil.copy(folder / "run/config.json", tmp_path / "cut")
-    for target, code, message in (
-        ("student", 2, "holds no config.yaml"),
-        ("nowhere", 2, "neither a file nor a built-in configuration"),
-        (tmp_path / "empty", 2, "holds no weights"),
-        (tmp_path / "cut", 6, "cannot be read"),
-    ):
-        found, _, error = evaluate(target)
-        assert found == code and message in error
-
-
 def test_targets_come_before_settings():
     assert split_targets(["a", "b", "max_length=3", "--seed", "4"]) == (["a", "b"], ["max_length=3", "--seed", "4"])
-    with pytest.raises(ConfigError, match="before settings"):
-        split_targets(["max_length=3", "a"])
-
-
-def test_calibration():
-    assert calibration_error(np.array([])) == 0.0
-    assert calibration_error(np.array([0.8, 0.8, 0.8, 0.8, -0.8])) == pytest.approx(0.0, abs=1e-12)
-    assert calibration_error(np.array([-1.0, -1.0])) == 1.0
-    logits = torch.log(torch.tensor([[[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4], [1.0, 1.0, 1.0]]]))
-    signed = signed_confidence(logits, torch.tensor([[0, 0, 2, -100]]))
-    assert signed.tolist() == [pytest.approx([0.7, -0.8, 0.0])]

@@ -133,19 +133,6 @@ def test_distillation_needs_no_teacher(folder, capsys):
         assert code == 0 and "supervised" in out and ("completions are sampled too" in out) == sampled
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["max_length=2"], 4, "No row of the train dataset has a supervised token"),
-        (["dataset_name=missing.jsonl"], 2, "no such file or directory"),
-        (["--rows", "0"], 2, "--rows"),
-    ],
-)
-def test_errors(folder, capsys, arguments, code, message):
-    found, _, err = call(capsys, "preview", "run.yaml", *arguments)
-    assert found == code and message in err
-
-
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
 @pytest.mark.parametrize("limit", [None, 1, 4, 20])
 def test_rows_are_counted_as_by_plain_loops(mode, limit):

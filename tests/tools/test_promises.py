@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from liger_trainer.common.weights import auto_class
 from liger_trainer.config.run_config import load_run_config
-from liger_trainer.config.schema import Needs, built_in_configs, needs_of
+from liger_trainer.config.schema import Hardware, built_in_configs, needs_of
 from liger_trainer.tools.estimate.estimator import estimate, gpu_named
 
 NAMES = list(built_in_configs())
@@ -67,10 +67,10 @@ def test_every_model_of_the_catalogue_has_a_shape():
 @pytest.mark.parametrize(
     ("line", "needs"),
     [
-        ("# Needs 1 GPU, about 23 GB; MIT", Needs(1, 23)),
-        ("# Needs 8 GPUs, about 58 GB each; Apache-2.0", Needs(8, 58)),
-        ("# Needs 1 GPU, about 21 GB, 5 GB of disk; Apache-2.0", Needs(1, 21)),
-        ("# Needs two CPU cores, 4 GB and a few minutes; no hub, no account", Needs(0, 4)),
+        ("# Needs 1 GPU, about 23 GB; MIT", Hardware(1, 23)),
+        ("# Needs 8 GPUs, about 58 GB each; Apache-2.0", Hardware(8, 58)),
+        ("# Needs 1 GPU, about 21 GB, 5 GB of disk; Apache-2.0", Hardware(1, 21)),
+        ("# Needs two CPU cores, 4 GB and a few minutes; no hub, no account", Hardware(0, 4)),
         ("# Needs what `liger-trainer estimate my.yaml --gpu NAME` says", None),
         ("# Needs a GPU of 23 GB", None),
     ],

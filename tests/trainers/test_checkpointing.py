@@ -297,7 +297,7 @@ def test_a_checkpoint_is_pushed_under_its_name_when_it_is_whole(tmp_path, monkey
 
 def test_the_model_alone_can_be_saved_and_is_said_to_be_alone(tmp_path):
     make(tmp_path, steps=2, save_only_model=True).train()
-    with pytest.warns(UserWarning, match="holds the model alone: optimizer and schedule start anew"):
+    with pytest.warns(UserWarning, match="holds only the model: optimizer and schedule start again"):
         make(tmp_path, steps=3, save_only_model=True).train(True)
 
 

@@ -191,7 +191,7 @@ def test_adapters_pass_a_frozen_tower_over_and_it_keeps_nothing_for_a_backward(f
     assert seen == [True, False]
     assert any(path in name for name in got[False]) and not any(path in name for name in got[True])
     assert got[True] and "forward" not in vars(tower)
-    with pytest.raises(ConfigError, match="adapters, or weights that are trained beside them, lie in"):
+    with pytest.raises(ConfigError, match="adapters, or weights that are trained besides them, lie in"):
         within = LoraConfig(r=4, target_modules="all-linear", exclude_modules=["lm_head"])
         ours(family, data, peft_config=within, freeze_vision_tower=True)
 
@@ -262,7 +262,7 @@ def test_a_teacher_whose_own_processor_draws_larger_images(rows):
 def test_a_processor_that_writes_learned_tokens_otherwise_is_refused():
     teacher, processor = larger_images()
     trainer = distill("gemma3", picture_chats(4), teacher, teacher_processor=processor, learn_image_tokens=True)
-    with pytest.raises(DataError, match="Learn the answers alone"):
+    with pytest.raises(DataError, match="Learn only the answers"):
         first_step(trainer)
 
 
@@ -292,7 +292,7 @@ SERVER = {"teacher_server_base_url": "http://localhost:1/v1", "teacher_server_mo
     "options, words",
     [
         ({**SERVER, "teacher": "server"}, "text"),
-        ({"teacher": "cache", "teacher_cache_dir": "/nowhere"}, "teacher: cache knows rows of text alone"),
+        ({"teacher": "cache", "teacher_cache_dir": "/nowhere"}, "teacher: cache knows only rows of text"),
         ({"lmbda": 0.5}, "samples does not go with rows that have images"),
         ({"teacher_prompt": "Be kind."}, "teacher_prompt does not go"),
         ({"losses": [{"type": "uld", "weight": 1.0}]}, "uld"),

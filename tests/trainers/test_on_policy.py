@@ -19,7 +19,7 @@ from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.trainers.on_policy import DATASET, STUDENT, TEACHER, prompts_of, rows_of, sources
 from liger_trainer.trainers.options import NOTHING_SAMPLED
-from liger_trainer.trainers.rows import Writable
+from liger_trainer.trainers.rows import AllowedIds
 from liger_trainer.trainers.samplers import ModelSampler, end_tokens, until_the_end
 
 EOS = VOCAB - 3
@@ -31,7 +31,7 @@ def make(data=None, eval_data=None, student=None, teacher=None, **options):
 
 def sampler(**options):
     args = train_args(LigerDistillConfig, **{"max_completion_length": 6, **options})
-    return ModelSampler(args, tiny_tokenizer(), Writable(VOCAB))
+    return ModelSampler(args, tiny_tokenizer(), AllowedIds(VOCAB))
 
 
 def greedy(**options):
@@ -537,11 +537,11 @@ def test_what_cannot_be_sampled_is_refused(case):
 def test_what_cannot_be_sampled_later_is_refused(monkeypatch):
     trainer = make(prompts_only(), lmbda=1.0)
     trainer.lmbda = 0.5
-    with pytest.raises(ConfigError, match="rows have prompts alone, but lmbda is 0.5"):
+    with pytest.raises(ConfigError, match="rows have only prompts, but lmbda is 0.5"):
         trainer.train()
     trainer = make()
     trainer.teaching.knows_new_tokens, trainer.lmbda = False, 1.0
-    with pytest.raises(ConfigError, match="knows the completions of the dataset alone"):
+    with pytest.raises(ConfigError, match="knows only the completions of the dataset"):
         trainer.train()
     trainer = make()
     trainer.is_fsdp_enabled, trainer.lmbda = True, 1.0
@@ -549,7 +549,7 @@ def test_what_cannot_be_sampled_later_is_refused(monkeypatch):
         trainer.get_batch_samples(iter(()), 1, torch.device("cpu"))
     monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", True)
     trainer.args.use_vllm = True
-    with pytest.raises(ConfigError, match="Under FSDP2 and ZeRO-3 the student, or a teacher of its own, samples by"):
+    with pytest.raises(ConfigError, match="Under FSDP2 and ZeRO-3 the student, or its own teacher, samples by"):
         trainer.get_batch_samples(iter(()), 1, torch.device("cpu"))
 
 

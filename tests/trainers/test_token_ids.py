@@ -22,7 +22,7 @@ from trl.generation import vllm_client, vllm_generation
 from liger_trainer import LigerDistillConfig
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.trainers.capture import capture
-from liger_trainer.trainers.rows import LargestIds, Writable
+from liger_trainer.trainers.rows import AllowedIds, LargestIds
 from liger_trainer.trainers.samplers import ModelSampler
 
 PADDED = 96
@@ -100,7 +100,7 @@ def test_the_other_tokens_keep_their_shares():
     """Of a softmax over the tokens that there are; `suppress_tokens` of the user count too."""
     model, draws = hot(), 2500
     args = train_args(LigerDistillConfig, max_completion_length=1, generation_kwargs={"suppress_tokens": [7]})
-    sampler = ModelSampler(args, tiny_tokenizer(), Writable(VOCAB, frozenset({9, 200})))
+    sampler = ModelSampler(args, tiny_tokenizer(), AllowedIds(VOCAB, frozenset({9, 200})))
     assert sampler.settings(model).suppress_tokens == [7, 9, *range(VOCAB, PADDED)]
     drawn = torch.tensor([row[0] for row in sampler.sample(model, [[3, 4, 5]] * draws, seed=1)])
     logits = model(torch.tensor([[3, 4, 5]])).logits[0, -1, :VOCAB].double()
@@ -108,7 +108,7 @@ def test_the_other_tokens_keep_their_shares():
     shares = torch.bincount(drawn, minlength=VOCAB) / draws
     assert (shares - logits.softmax(-1)).abs().sum() / 2 < 0.06
     args = train_args(LigerDistillConfig)
-    assert ModelSampler(args, tiny_tokenizer(), Writable(VOCAB)).settings(tiny_model()).suppress_tokens is None
+    assert ModelSampler(args, tiny_tokenizer(), AllowedIds(VOCAB)).settings(tiny_model()).suppress_tokens is None
 
 
 # vLLM, as far as TRL's own code goes: there is no vLLM in these tests

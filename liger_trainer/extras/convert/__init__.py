@@ -64,6 +64,7 @@ class ForeignConfig:
         """Add a value, and all that it holds."""
         for inner, item in _nodes(name, value):
             self.nodes[inner] = item
+            # the first place counts: a value's own line, before its mapping's
             self.places.setdefault(inner, place)
             if not _holds_names(item):
                 self.left[inner] = None
@@ -147,6 +148,7 @@ class Converted:
 
     def to_yaml(self) -> str:
         """Return our YAML: comments at the start say what is supervised, at the end what could not be converted."""
+        # in the order of docs/configs.md, whatever order the other tool's file has
         order = list(shipped_schema().keys)
         settings = dict(sorted(self.settings.items(), key=lambda item: order.index(item[0])))
         text = f"# Converted from {self.tool}: {self.label}\n" + "".join(f"# {line}\n" for line in self.supervised)
@@ -182,6 +184,7 @@ def convert(text: str, label: str, tool: Tool) -> Converted:
     for name, function in _readers(source, tool):
         source.reading = name
         try:
+            # later functions win: a tool's table is in that order
             here.update(_checked(function(source.nodes[name], source), lost, source))
         except NotHere as reason:
             lost.append(_finding(source, str(reason)))
@@ -194,6 +197,7 @@ def convert(text: str, label: str, tool: Tool) -> Converted:
             lost.append(_finding(source, reason))
     if not here:
         raise ConfigError(f"{label}: nothing in it is known as a setting of {tool.name}.")
+    # what the file says goes before the tool's defaults, which go before ours
     here = {"recipe": "sft", **{ours: default for _, default, ours in tool.defaults(source)}, **here}
     if not here.keys() & {"holdout_fraction", "dataset_test_split", "test_split_size"}:
         source.note(HELD_OUT, "")
@@ -276,6 +280,7 @@ def _by_table(name: str, value: Any, tool: Tool) -> Settings:
         raise NotHere("no counterpart is known.")
     if own in GONE:
         raise NotNeeded(f"{GONE[own]}.")
+    # a key that transformers has renamed since the file was written
     if own in FORMER:
         now, setting, _ = renamed(own, Setting(value, ""))
         return {now: setting.value}
@@ -299,6 +304,7 @@ def _checked(settings: Settings, lost: list[Finding], source: ForeignConfig) -> 
 
 def _finding(source: ForeignConfig, reason: str) -> Finding:
     name = source.reading
+    # a report is often pasted somewhere
     text = "(a secret)" if _SECRET.search(name) else repr(source.nodes[name])
     return Finding(source.places[name], name, f"{text if len(text) <= 60 else f'{text[:57]}...'}: {reason}")
 

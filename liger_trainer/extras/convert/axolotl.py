@@ -113,11 +113,12 @@ def _half(name: str, dtype: str) -> Any:
     def function(value: Any, source: ForeignConfig) -> Settings:
         if not value or value == "false":
             return {name: False} if value is False else {}
+        # axolotl tests bf16 first
         if name == "fp16" and source.get("bf16") in (True, "full"):
             raise NotNeeded("bf16 goes before it.")
         if value == "auto":  # then the recipe asks the GPU
             return {} if source.get("fp16") else {"dtype": dtype}
-        if value == "full":  # the weights alone, without autocast
+        if value == "full":  # only the weights, without autocast
             return {name: False, "dtype": dtype, f"{name}_full_eval": True}
         return {name: True, "dtype": dtype}
 
@@ -142,9 +143,11 @@ def _every(what: str, per_epoch: bool = False) -> Any:
     def function(value: Any, source: ForeignConfig) -> Settings:
         if not value:
             return {}
+        # axolotl also evaluates at its first step
         start = _evaluated(source) if what == "eval" else {}
         if per_epoch and value == 1:
             return {f"{what}_strategy": "epoch", **start}
+        # transformers reads a number below 1 as a share of all steps
         steps = round(1 / (value * source.get("num_epochs", 1)), 6) if per_epoch else value
         return {f"{what}_strategy": "steps", f"{what}_steps": steps, **start}
 
@@ -165,10 +168,12 @@ def _accumulated(value: Any, source: ForeignConfig) -> Settings:
     """Read the size of a whole batch of a process."""
     if not value or source.get("gradient_accumulation_steps"):
         return {}
+    # axolotl's batch_size is what one process reads between two updates
     return {"gradient_accumulation_steps": value // source.get("micro_batch_size", 1)}
 
 
 def _tracker(value: Any, source: ForeignConfig) -> Settings:
+    # transformers takes the project only from the environment
     return {"report_to": "wandb", "env": {"WANDB_PROJECT": value}} if value else {}
 
 
@@ -183,7 +188,7 @@ def _template(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _qat(value: Any, source: ForeignConfig) -> Settings:
-    """Read quantisation of the weights alone; that of activations has no counterpart."""
+    """Read quantisation of the weights; quantised activations have no counterpart."""
     weights = str(source.take("qat.weight_dtype")).removeprefix("torch.")
     if (
         weights not in (INT4, INT8, NVFP4)
@@ -203,6 +208,7 @@ def _sharded(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _pushed(value: Any, source: ForeignConfig) -> Settings:
+    # axolotl's own defaults for a model that it pushes
     private = {"hub_private_repo": True, "hub_always_push": True}
     return {"hub_model_id": value, "push_to_hub": True, **private} if value else {}
 

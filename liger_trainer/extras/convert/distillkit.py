@@ -21,6 +21,7 @@ _LEGACY = "logits in DistillKit's legacy compression are not read; sample them a
 
 def _losses(value: Any, source: ForeignConfig) -> Settings:
     """Read the losses. DistillKit divides by the sum of the weights."""
+    # here weights are taken as they are, so they are divided before
     total = sum(entry["weight"] for entry in value)
     kept, temperatures, here = [], set(), {}
     sparse = source.get("teacher.kind", "hf") != "hf"
@@ -38,10 +39,12 @@ def _losses(value: Any, source: ForeignConfig) -> Settings:
             if sparse:
                 source.take(f"{at}.missing_probability_handling")
                 source.note(_REST, f"{at}.missing_probability_handling")
+        # DistillKit's JSD has no parameter: its mixture is half and half
         if kind == "jsd":
             here["beta"] = 0.5
     if sparse and temperatures - {1.0}:
         source.note("such log-probabilities are of temperature 1, and so are the losses here.")
+    # a server's and a file's log-probabilities cannot be heated afterwards
     temperatures = set() if sparse else temperatures
     if len(temperatures) > 1:
         source.note(f"one temperature for all losses here; they had {sorted(temperatures)}, the highest is taken.")
@@ -61,6 +64,7 @@ def _layers(source: ForeignConfig) -> Settings:
         return {"layers": "uniform", **found}
     if any(0 in pair for pair in given):
         raise NotHere("layer_mapping names the embeddings (0); blocks alone are compared here.")
+    # blocks are counted from 0 here, without the embeddings
     return {"layers": [[own - 1, other - 1] for own, other in given], **found}
 
 
@@ -79,6 +83,7 @@ def _url(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _api_key(value: Any, source: ForeignConfig) -> Settings:
+    # a key that the file takes from the environment itself
     variable = re.fullmatch(r"\$\{(\w+)\}", value or "")
     if variable:
         return {"teacher_server_api_key_env": variable[1]}
@@ -126,6 +131,7 @@ def _options(key: str) -> Any:
 
 def _attention(value: Any, source: ForeignConfig) -> Settings:
     """Read the switch that sets the dtype of the student too."""
+    # flash-attn runs in 16 bits only
     return {"attn_implementation": "flash_attention_2", "dtype": "bfloat16"} if value else {}
 
 

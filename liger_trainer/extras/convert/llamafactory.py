@@ -52,11 +52,13 @@ def _modules(value: Any, source: ForeignConfig) -> Settings:
 def _datasets(value: Any, source: ForeignConfig) -> Settings:
     """Read datasets by name, as dataset_info.json describes them if it is where the configuration says."""
     folder = Path(source.take("dataset_dir", "data"))
+    # LLaMA-Factory looks from where it is started: from the file, or from here
     found = [path for path in (Path(source.label).parent / folder / _TABLE, folder / _TABLE) if path.is_file()]
     known = json.loads(found[0].read_text(encoding="utf-8")) if found else {}
     entries, learned = [], {}
     for name in _names(value):
         at, about = f"{_TABLE}.{name}", known.get(name)
+        # ONLINE: every name is a dataset on the hub
         if about is None and str(folder) != "ONLINE":
             source.note(f"{name} is a name in {_TABLE}, which was not found; put its file or hub id here.")
         source.add(at, about or {"hf_hub_url": name}, str(found[0]) if found else source.label)
@@ -163,6 +165,7 @@ def _defaults(source: ForeignConfig) -> Iterator[Default]:
         rank = source.get("lora_rank", 8)
         yield "finetuning_type", True, "use_peft"
         yield "lora_rank", 8, "lora_r"
+        # LLaMA-Factory's default depends on the rank
         yield "lora_alpha", 2 * rank, "lora_alpha"
         yield "lora_dropout", 0.0, "lora_dropout"
         yield "lora_target", "all-linear", "lora_target_modules"

@@ -41,6 +41,7 @@ def datasets_of(entries: list[dict[str, Any]], source: ForeignConfig) -> Setting
     entries = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
     entries = [_of_files(entry) for entry in entries]
     here = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}
+    # a split like train[:10%] is only read in a mixture
     if len(entries) == 1 and entries[0].keys() <= here.keys() and "[" not in str(entries[0].get("split")):
         return {here[key]: value for key, value in entries[0].items()}
     if len(entries) > 1:
@@ -68,6 +69,7 @@ def learned_alike(found: Mapping[str, Settings], source: ForeignConfig) -> Setti
     here: Settings = {}
     for name, settings in found.items():
         for key, value in settings.items():
+            # the first dataset's value stands
             if here.setdefault(key, value) != value:
                 source.note(f"here {key} is {here[key]!r} for all datasets, which were to differ.", name)
     return here

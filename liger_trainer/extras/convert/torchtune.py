@@ -51,6 +51,7 @@ def _model(value: Any, source: ForeignConfig) -> Settings:
     modules = [_ATTENTION.get(module, module) for module in source.take("model.lora_attn_modules", [])]
     modules += _MLP if source.take("model.apply_lora_to_mlp") else []
     modules += ["lm_head"] if source.take("model.apply_lora_to_output") else []
+    # torchtune names modules by its own classes, which differ from transformers' names in one
     adapter["lora_target_modules"] = modules
     quantized = name.startswith("qlora_") or source.take("model.quantize_base")
     return {**adapter, "load_in_4bit": True, "use_bnb_nested_quant": True} if quantized else adapter
@@ -65,6 +66,7 @@ def _precision(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _clipping(value: Any, source: ForeignConfig) -> Settings:
+    # 0 switches clipping off here; left out it would be 1.0
     return {"max_grad_norm": 0.0 if value is None else value}
 
 
@@ -72,6 +74,7 @@ def _steps(value: Any, source: ForeignConfig) -> Settings:
     if value is None:
         return {}
     source.note("where an epoch has fewer steps, torchtune ends after the epochs; here max_steps counts.")
+    # max_steps counts over the whole run, torchtune's number in each epoch
     return {"max_steps": round(value * source.get("epochs", 1))}
 
 
@@ -97,6 +100,7 @@ def _distillation(value: Any, source: ForeignConfig) -> Settings:
     }
     if name not in weights:
         raise NotHere(f"expected one of {', '.join(weights)}, or their forms with chunked output.")
+    # torchtune weighs cross-entropy with what is left of kd_ratio
     losses = {**weights[name], "ce": 1 - ratio}
     return {"losses": [{"type": kind, "weight": round(weight, 6)} for kind, weight in losses.items() if weight]}
 
@@ -115,9 +119,10 @@ def _datasets(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _supervised(at: str, name: str, source: ForeignConfig) -> Settings:
-    """Supervise Alpaca's prompt unless train_on_input says otherwise, but not that of other datasets."""
+    """Supervise Alpaca's prompt unless train_on_input says otherwise, but not other datasets' prompts."""
     if name in _TEXTS:
         return {"dataset_text_field": source.take(f"{at}.column", _TEXTS[name])}
+    # torchtune's own defaults: Alpaca's builders learn the prompt, the others mask it
     on_prompt = source.take(f"{at}.train_on_input", name in _ALPACA)
     if name in _CHATS:
         style = source.take(f"{at}.conversation_style", "sharegpt" if name == "slimorca_dataset" else "openai")

@@ -22,7 +22,7 @@ class AlmAnswer(TeacherAnswer):
     No dataclass: engines look into these, and FSDP2 would round the log-likelihoods to bf16.
 
     Args:
-        spans: (batch, length) int64. For each position in a span, that of the span's first token, as an index into
+        spans: (batch, length) int64. For each position in a span, the first token's position, as an index into
             batch * length; negative: in no span. A position is in the span of the token that it predicts.
         log_prob: (batch, length) fp32, of each span, at the position of its first token.
         partners: (batch, length) int64, the teacher's position for the first of each span; negative: none.
@@ -40,7 +40,7 @@ class AlmAnswer(TeacherAnswer):
         return self.partners
 
     def loss(self, student: Logits, targets: BatchTargets, options: LossOptions) -> BatchLoss:
-        """Return alm_weight * ALM + ce_weight * CE. Tokens in no span have cross-entropy alone."""
+        """Return alm_weight * ALM + ce_weight * CE. Tokens in no span have only cross-entropy."""
         how = options.for_teacher()
         spans, teacher = (x.flatten().to(targets.labels.device) for x in (self.spans, self.log_prob))
         common: dict[str, Any] = {"alm_weight": how.alm_weight, "ce_weight": how.ce_weight, "tau": how.alm_tau}
@@ -55,6 +55,7 @@ class AlmAnswer(TeacherAnswer):
                 logits, targets.labels, spans, teacher, num_items=targets.num_items, token_weight=targets.weights,
                 **common,
             )  # fmt: skip
+        # metrics are averaged over all tokens, those outside of spans with 0
         inside = (spans >= 0).to(result.alm.dtype)
         parts = {
             "spans/share": inside, "spans/student_nll": -result.log_prob * inside, "spans/teacher_nll": -teacher,

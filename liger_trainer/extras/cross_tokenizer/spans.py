@@ -35,7 +35,7 @@ from .text_alignment import TextRun, runs
 # Where both tokenizers have a cut behind the same text, a span ends and the next begins. Where only one has, its
 # tokens are merged until both have: "un|believ|able" and "unbeliev|able" make the spans "unbeliev" and "able". A
 # character that is split over tokens, such as an emoji over its bytes, is never cut. After the alignment of chunks in
-# Minixhofer et al. 2025, arXiv:2503.20083, and that of byte offsets in TRL's GOLDTrainer.
+# Minixhofer et al. 2025, arXiv:2503.20083, and TRL's GOLDTrainer, for byte offsets.
 #
 # Some tokenizers do not keep the text as it is: they drop white space, or case, accents and ligatures. Such texts are
 # followed side by side. White space and control characters that only one side has are passed over, and so are special
@@ -87,7 +87,7 @@ def special_token(run: TextRun) -> int | None:
     """Return the index, in its row, of the first token behind the text that writes nothing; None without one. White
     space may stand between, and behind it."""
     if run.front and not run.text:
-        return None  # white space alone, which counts as nothing, too
+        return None  # only white space, which counts as nothing, too
     size = len(run.text.rstrip())
     cuts = [-1 if cut is None else cut for cut in run.cuts]
     after = (i for i, (cut, behind) in enumerate(pairwise(cuts)) if cut == behind >= size)
@@ -207,7 +207,7 @@ class SpanTeacher(CrossTokenizerTeacher):
     """A causal LM with another tokenizer, which knows the likelihood of text.
 
     Raises:
-        ConfigError: as `CrossTokenizerTeacher`; rows of prompts alone that are streamed.
+        ConfigError: as `CrossTokenizerTeacher`; rows of nothing but prompts that are streamed.
         DataError: no text is whole tokens to both.
     """
 
@@ -244,9 +244,9 @@ class SpanTeacher(CrossTokenizerTeacher):
         rows |= {SPANS: [[] for _ in ours], PROMPT: [len(ids) for ids in theirs]}
         self.rows.add(Dataset.from_dict(rows), name)
 
-    def report(self, beside: Dataset, prepared: Dataset, name: str) -> None:
+    def report(self, aligned: Dataset, prepared: Dataset, name: str) -> None:
         tokens = sum(supervised_tokens(labels) for labels in prepared["labels"])
-        numbers = beside[SPANS][:]
+        numbers = aligned[SPANS][:]
         inside, spans = sum(sum(row[1::4]) for row in numbers), sum(len(row) // 4 for row in numbers)
         announce(
             f"alm: {inside:,} of {tokens:,} supervised tokens ({inside / max(tokens, 1):.1%}) of the {name} dataset "
@@ -283,7 +283,7 @@ class SpanTeacher(CrossTokenizerTeacher):
         return SpanRow(aligned[IDS], aligned[SPANS], aligned[PROMPT], supervised_tokens(labels))
 
     def _continued(self, prompt: list[int], text: str) -> list[int]:
-        """Return the tokens of a text behind a prompt; those of the text alone where the two would merge."""
+        """Return the tokens of a text behind a prompt; those of the text by itself where the two would merge."""
 
         def ids_of(text: str) -> list[int]:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -36,7 +36,7 @@ PrepareRows = Callable[[Any, bool], Any]
 
 
 class CrossTokenizerTeacher(ModelTeacher):
-    """A causal LM with another tokenizer: `teacher_tokenizer_name_or_path`, or the one beside the model.
+    """A causal LM with another tokenizer: `teacher_tokenizer_name_or_path`, or the one in the model's folder.
 
     Attributes:
         loss_type: of the losses, the one that it is for.
@@ -94,13 +94,15 @@ class CrossTokenizerTeacher(ModelTeacher):
                 "tokenized already."
             )
         self.student_tokenizer = tokenizer
+        # preparing may drop rows: their numbers say which are left
         numbered = dataset.add_column(ROW, list(range(len(dataset))))  # pyright: ignore[reportCallIssue]
+        # unpacked at first: rows are aligned one by one
         prepared = prepare(numbered, False)
-        self.rows.add(self._beside(prepared, numbered, name, formatting_func), name)
+        self.rows.add(self._aligned_with_teacher(prepared, numbered, name, formatting_func), name)
         prepared = prepared.remove_columns(ROW)
         return prepare(prepared, True) if packing else prepared
 
-    def _beside(self, prepared: Dataset, raw: Dataset, name: str, formatting_func: Any) -> Dataset:
+    def _aligned_with_teacher(self, prepared: Dataset, raw: Dataset, name: str, formatting_func: Any) -> Dataset:
         """Return, for each prepared row, its tokens and labels and what the teacher reads in its place."""
         theirs = self._read_by_teacher(raw.select(prepared[ROW]), formatting_func).select_columns(
             ["input_ids", "labels", ROW]
@@ -109,6 +111,7 @@ class CrossTokenizerTeacher(ModelTeacher):
         if left:  # nothing in these rows is supervised for the teacher
             nothing = {"input_ids": [[] for _ in left], "labels": [[] for _ in left], ROW: left}
             theirs = concatenate_datasets([theirs, Dataset.from_dict(nothing, features=theirs.features)])
+        # in the order of the student's rows, which preparing may have changed
         place = {row: index for index, row in enumerate(theirs[ROW])}
         theirs = theirs.select([place[row] for row in prepared[ROW]]).select_columns(["input_ids", "labels"])
         pairs = concatenate_datasets(
@@ -118,14 +121,14 @@ class CrossTokenizerTeacher(ModelTeacher):
             ],
             axis=1,
         )
-        beside = pairs.map(
+        aligned = pairs.map(
             self.aligned_row(),
             remove_columns=["teacher_labels"],
             num_proc=self._args.dataset_num_proc,
             desc=f"Aligning the {name} dataset with the teacher's tokens",
         )
-        self.report(beside, prepared, name)
-        return beside
+        self.report(aligned, prepared, name)
+        return aligned
 
     def _read_by_teacher(self, raw: Dataset, formatting_func: Any) -> Dataset:
         if is_conversational_from_value(raw[0]) or is_conversational(raw[0]):
@@ -139,10 +142,10 @@ class CrossTokenizerTeacher(ModelTeacher):
                 "teacher_tokenizer_name_or_path, or give rows of plain prompts and completions."
             )
 
-    def report(self, beside: Dataset, prepared: Dataset, name: str) -> None:
+    def report(self, aligned: Dataset, prepared: Dataset, name: str) -> None:
         """Say how much of a dataset is compared. Raises DataError for nothing."""
         tokens = sum(supervised_tokens(labels) for labels in prepared["labels"])
-        paired = sum(partner >= 0 for row in beside[PARTNERS] for partner in row)
+        paired = sum(partner >= 0 for row in aligned[PARTNERS] for partner in row)
         announce(
             f"uld: {paired:,} of {tokens:,} supervised tokens ({paired / max(tokens, 1):.1%}) of the {name} dataset "
             "begin where one of the teacher's does."
@@ -159,6 +162,7 @@ class CrossTokenizerTeacher(ModelTeacher):
     def vocabulary_size(self, trainer: DistillHost, teacher: Any) -> int:
         """Return the number of the student's tokens: ids are not compared."""
         size, rows = tokenizer_size(self.tokenizer), head_rows(teacher)
+        # a teacher whose head lacks tokens has another tokenizer than this
         if rows < size:
             raise ConfigError(f"The teacher knows {rows} tokens, but its tokenizer has {size}: name its own tokenizer.")
         return check_student_vocabulary(trainer.student, tokenizer_size(trainer.tokenizer))

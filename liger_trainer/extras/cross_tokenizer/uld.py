@@ -16,7 +16,7 @@ from ...losses.spec import IGNORE_INDEX, BatchLoss, BatchTargets, Distillation, 
 
 @dataclass(frozen=True)
 class UldAnswer(TeacherAnswer):
-    """A teacher's logits of its own tokens, and which of them belong to the positions of the student's batch."""
+    """A teacher's logits of the teacher's tokens, and which of them belong to the positions of the student's batch."""
 
     logits: Logits  # (rows, length, Vt)
     partners: Tensor  # (batch, length of the student) int64: index into rows * length, negative: none
@@ -31,7 +31,7 @@ class UldAnswer(TeacherAnswer):
         return self.partners
 
     def loss(self, student: Logits, targets: BatchTargets, options: LossOptions) -> BatchLoss:
-        """Return uld_weight * ULD + ce_weight * CE. Tokens without a partner have cross-entropy alone."""
+        """Return uld_weight * ULD + ce_weight * CE. Tokens without a partner have only cross-entropy."""
         how, partners = options.for_teacher(), self.partners.flatten()
         common = {
             "labels": targets.labels, "uld_weight": how.uld_weight, "ce_weight": how.ce_weight,

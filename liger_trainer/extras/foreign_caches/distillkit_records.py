@@ -109,6 +109,7 @@ class Compression:
 
     @property
     def id_bits(self) -> int:
+        # in fp32, as DistillKit does: next to a power of two fp64 may give another number
         return int(torch.log2(torch.tensor(self.d, dtype=torch.float32)).ceil())
 
     @property
@@ -138,6 +139,7 @@ class Compression:
             scale, start = take(1, each.scale_dtype).float(), at
             at += each.bytes - _dtype(each.scale_dtype).itemsize
             codes = torch.from_numpy(unpacked(packed[:, start:at], each.element_bits, each.num_elements))
+            # one bit stands for -1 and 1, more for integers around 0
             centred = 2 * codes - 1 if each.element_bits == 1 else codes - 2 ** (each.element_bits - 1)
             fit[:, column : column + each.num_elements] += (centred.float() * scale).double()
             column += each.num_elements
@@ -154,6 +156,7 @@ class Compression:
 
 def unpacked(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
     """Return (n, count) int64 of (n, bytes) uint8: integers of `bits` bits without gaps, the highest bit first."""
+    # padding bits at the end of the last byte are cut off
     each = np.unpackbits(packed, axis=-1)[:, : count * bits].reshape(len(packed), count, bits)
     return each.astype(np.int64) @ (1 << np.arange(bits - 1, -1, -1, dtype=np.int64))
 
@@ -167,7 +170,7 @@ class DistillKitRecords(ForeignRecords):
 
     Args:
         path: a file, or a folder of them.
-        compression: the YAML file that says how they are compressed. Default: compression_config.yaml beside them.
+        compression: the YAML file that says how they are compressed. Default: compression_config.yaml next to them.
 
     Raises:
         ConfigError: there are none, or they are of another form; the compression is unknown, or is not theirs.
@@ -182,13 +185,13 @@ class DistillKitRecords(ForeignRecords):
         self.files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
         if not self.files or any(file.suffix != ".parquet" for file in self.files):
             raise ConfigError(f"{path}: expected a Parquet file of DistillKit, or a folder of them.")
-        beside = (path if path.is_dir() else path.parent) / CONFIG
-        if compression is None and not beside.is_file():
+        default = (path if path.is_dir() else path.parent) / CONFIG
+        if compression is None and not default.is_file():
             raise ConfigError(
-                f"{beside} is not there, which says how the records are compressed. Name the file that does: "
+                f"{default} is not there, which says how the records are compressed. Name the file that does: "
                 "DistillKit's YAML with its logprob_compressor."
             )
-        self.compression = Compression.read(compression or beside)
+        self.compression = Compression.read(compression or default)
         self._table = concatenate_datasets([_columns(file) for file in self.files]).with_format("arrow")
 
     def name(self, number: int) -> str:
@@ -199,6 +202,7 @@ class DistillKitRecords(ForeignRecords):
             row: Any = self._table[number : number + 1]
             ids = row["input_ids"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
             places = len(row["compressed_logprobs"].combine_chunks().flatten())
+            # one a token, or none for the last, after which nothing stands
             if places not in (len(ids) - 1, len(ids)):
                 raise DataError(
                     f"{self.name(number)} has {len(ids)} tokens and log-probabilities for what follows {places} of "
@@ -209,9 +213,11 @@ class DistillKitRecords(ForeignRecords):
     def listed(self, number: int, places: np.ndarray, k: int) -> Listed:
         row: Any = self._table[number : number + 1]
         columns = zip(COLUMNS[1:], self.compression.widths, strict=True)
+        # place p is predicted from the token before it
         numbers, packed = (self._bytes(number, row[name], name, width)[places - 1] for name, width in columns)
         log_probs = self.compression.log_probs(numbers)
         ids = unpacked(packed, self.compression.id_bits, self.compression.k)
+        # the approximation need not fall everywhere, so the likeliest are sought again
         order = np.argsort(-log_probs, -1, kind="stable")[:, :k]
         return Listed(np.take_along_axis(ids, order, -1), np.take_along_axis(log_probs, order, -1), None)
 

@@ -1,6 +1,6 @@
 """Records of other tools: which of their rows says what a teacher predicts in one of ours, and it as our records.
 
-Rows are matched by their tokens. What a teacher predicts at a place follows from the tokens before it alone, so a row
+Rows are matched by their tokens. What a teacher predicts at a place follows only from the tokens before it, so a row
 of another tool serves every document that begins it: one that was cut shorter, or lacks a token at its end.
 """
 
@@ -86,6 +86,7 @@ class MatchedRows:
         lengths: set[int] = set()
         for ids, labels in documents:
             part = self._part(ids, labels)
+            # None: wanted and not found yet
             self._row[_digest(part)] = None
             lengths.add(len(part))
         self.entries: int | None = None

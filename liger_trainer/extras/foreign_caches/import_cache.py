@@ -13,7 +13,7 @@ from ...teachers.cache.records import RecordFormat
 from ...teachers.cache.store import CacheIndex, TeacherName
 from ...teachers.row_keys import documents
 from ...teachers.vocabulary import compare_tokenizers, teacher_tokenizer
-from ...trainers.capture import Progress, Source, token_settings, write_cache
+from ...trainers.capture import CaptureSource, Progress, token_settings, write_cache
 from ...trainers.config import LigerDistillConfig
 from ...trainers.row_preparation import PreparedRows
 from .distillkit_records import DistillKitRecords
@@ -37,7 +37,7 @@ def import_cache(
             list at every place, 64 at most.
         tokenizer, train, test: as the trainer will get them.
         compression: of DistillKit's records, the YAML file that says how they are compressed. Default:
-            compression_config.yaml beside them.
+            compression_config.yaml next to them.
 
     Returns:
         The index of the finished cache.
@@ -84,7 +84,7 @@ def _check_options(args: LigerDistillConfig) -> None:
 
 def _source(
     records: ForeignRecords, path: Path, args: LigerDistillConfig, rows: PreparedRows, undoing: ExitStack
-) -> Source:
+) -> CaptureSource:
     vocabulary = _vocabulary(args, rows)
     parts = {
         name: [(d.row, d.input_ids, d.labels) for d in documents(dataset) if d.tokens]
@@ -93,16 +93,18 @@ def _source(
     matched = MatchedRows(records, ((ids, labels) for part in parts.values() for _, ids, labels in part))
     _check_found(matched, parts, path)
     assert matched.entries is not None
+    # every row of a cache has as many entries as the others
     entries = args.cache_entries or min(MOST_ENTRIES, matched.entries)
     if entries > matched.entries:
         raise ConfigError(f"cache_entries is {entries}, and {path} lists {matched.entries} tokens at some place.")
     form = RecordFormat("topk", entries, 16 if args.cache_bits == 16 else 8, vocabulary)
+    # metrics that the cache cannot give: the reader leaves them out
     unknown = ("entropy",) if records.knows_labels else ("label_log_prob", "entropy")
     name = TeacherName(name=records.teacher or str(path), revision=None, dtype="not known")
     fingerprint = sha256("".join(sha256(file) for file in records.files).encode())
     comes_from: Any = records.tool
     settings = token_settings(form, args, unknown)
-    return Source(ForeignReader(records, matched, form), settings, name, fingerprint, comes_from)
+    return CaptureSource(ForeignReader(records, matched, form), settings, name, fingerprint, comes_from)
 
 
 def _vocabulary(args: LigerDistillConfig, rows: PreparedRows) -> int:

@@ -91,6 +91,7 @@ class VLLMRecords(ForeignRecords):
                     for i, answer in enumerate(self._answers(line, f"{file}:{number}")):
                         self._lines.append(_Line(file, number, start, i))
                         yield self._row(len(self._lines) - 1, answer)
+                # where each line begins: rows are read again one by one, and files may be larger than memory
                 start += len(line)
 
     def name(self, number: int) -> str:
@@ -105,6 +106,7 @@ class VLLMRecords(ForeignRecords):
         labels = np.empty(len(places))
         for row, place in enumerate(places.tolist()):
             entries = read(place)
+            # vLLM lists the token that stands there first, whatever its rank
             likeliest = sorted(((x, token) for token, (x, _) in entries.items()), key=lambda pair: -pair[0])[:k]
             log_probs[row], tokens[row] = zip(*likeliest, strict=True)
             labels[row] = entries[ids[place]][0]
@@ -112,6 +114,7 @@ class VLLMRecords(ForeignRecords):
 
     def _row(self, number: int, answer: Mapping[str, Any]) -> ForeignRow:
         ids, read = self._ids(number, answer), self._places(number, answer)
+        # from place 1: nothing is predicted for the first token
         fewest = min((_likeliest(read(place)) for place in range(1, len(ids))), default=0)
         return ForeignRow(number, np.asarray(ids, dtype=np.int64), fewest)
 

@@ -31,10 +31,10 @@ _SERVER, _PROMPTS, _HELD_OUT = given("teacher_server_base_url"), given("prompts"
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How data is sampled from a teacher alone, and which of it is kept. See docs/extras.md.
+    """How data is sampled from a teacher, and which of it is kept. See docs/extras.md.
 
     Raises:
-        ValueError: a value is beyond its limits, or does nothing beside the others.
+        ValueError: a value is beyond its limits, or does nothing next to the others.
     """
 
     prompts: str | None = option(

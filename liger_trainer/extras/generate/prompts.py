@@ -102,12 +102,14 @@ class GivenPrompts:
             )
         if options.system_prompt is not None and not renderer.chat:
             raise ConfigError("system_prompt: has no effect on prompts of plain text.")
+        # each prompt as often as it is to be answered, one after the other
         self._total = len(self._rows) * options.completions_per_prompt
         self.batches = -(-self._total // options.batch_size)
         self.fingerprint = rows_fingerprint(self._rows)
         self._window: tuple[int, list[tuple[Any, Tokens]]] = (-1, [])
 
     def samples(self, batch: int, ask: Ask, seed: int) -> list[tuple[Sample, Tokens]]:
+        # windows and not the whole dataset: a prompt is rendered when its turn comes
         number, place = divmod(batch, BATCHES_OF_A_WINDOW)
         if self._window[0] != number:
             self._window = number, self._sorted(number)
@@ -125,10 +127,12 @@ class GivenPrompts:
                 raise DataError(f"{self._options.prompts}: row {row} has no prompt in column {self._column!r}.")
             rendered[row] = prompt, self._renderer.tokens(prompt)
         entries = [rendered[number // self._options.completions_per_prompt] for number in numbers]
+        # Longest first: batches have little padding, and one that does not fit into memory fails at once.
         return sorted(entries, key=lambda entry: -len(entry[1]))
 
 
 def _prompt_rows(options: GenerateOptions) -> tuple[Dataset, str]:
+    # the smallest configuration that loads rows as a run does
     text = yaml.safe_dump({"model_name_or_path": "none", "dataset_name": options.prompts, "recipe": "sft"})
     config = check_text(text, "prompts")
     bad = BadRows(to_train=False)
@@ -173,6 +177,7 @@ class DrawnPrompts:
         tokenizer = renderer.tokenizer
         before, after = self._around(tokenizer)
         self._start: Tokens = tokenizer(before, add_special_tokens=False)["input_ids"]
+        # a special token that stands behind the user's text ends what is drawn
         ends = set(tokenizer(after, add_special_tokens=False)["input_ids"]) & set(tokenizer.all_special_ids)
         if not ends:
             raise ConfigError(
@@ -185,6 +190,7 @@ class DrawnPrompts:
     def _around(self, tokenizer: Any) -> tuple[str, str]:
         messages = self._renderer.prompt([{"role": "user", "content": EMPTY_TURN}])
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        # a template may trim or change the text: then it is not found
         before, found, after = text.partition(EMPTY_TURN)
         if not found:
             raise ConfigError("prompts: missing; the teacher's chat template does not show the user's text as it is.")

@@ -1,4 +1,4 @@
-"""`liger-trainer generate`: sample data from a teacher alone, drop what is of no use, and write the rest as a dataset.
+"""`liger-trainer generate`: sample data from a teacher, drop what is of no use, and write the rest as a dataset.
 
 The samples are a function of options, teacher and seed: each batch has its own seed, and which samples are kept follows
 from the samples before. So a run that was killed goes on after its last whole batch and ends with the same rows.
@@ -21,11 +21,12 @@ from transformers import AutoTokenizer
 from ...common.files import write_atomically, writing_to
 from ...common.weights import adapter_at
 from ...errors import ConfigError, DataError
-from ...run.data.demo import DEMO_MODELS, PREFIX, resolve_model
+from ...plugins import DEMO
 from ...run.model_card import public
 from ...secrets import redact
 from ...teachers.fingerprints import template_fingerprint, tokenizer_fingerprint
 from ...teachers.vocabulary import tokenizer_of
+from ..demo import DEMO_MODELS, resolve_model
 from .options import DRAWN_ROWS, GenerateOptions
 from .prompts import PromptSource, held_out_grams, prompt_source
 from .sieve import FILTERS, Sample, Sieve
@@ -91,6 +92,7 @@ def _alone(output_dir: Path) -> Iterator[None]:
     lock = FileLock(output_dir / FOLDER / LOCK)
     try:
         (output_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+        # two processes in one folder would write over each other's batches
         lock.acquire(timeout=0)
     except Timeout:
         raise ConfigError(f"Another process is writing {output_dir}. Wait for it, or choose another folder.") from None
@@ -136,8 +138,10 @@ class _Generation:
         return self.options.num_rows or (DRAWN_ROWS if self.prompts.batches is None else None)
 
     def run(self, progress: Progress) -> Generated:
+        # finished before: the same command then only says so
         if self.store.summary and all((self.output_dir / name).is_file() for name in (ROWS, CARD)):
             return Generated(**self.store.summary)
+        # What an earlier process sampled is judged again, in order: the sieve's state is not stored.
         self._judge(self.store.samples(), progress)
         while not self._is_enough():
             batch = self._sample(self.store.batches)
@@ -154,6 +158,7 @@ class _Generation:
     def _is_enough(self) -> bool:
         done, limit = self.store.batches, self.prompts.batches
         if limit is None:
+            # drawn prompts have no end of their own
             limit = -(-MOST_SAMPLES_PER_ROW * (self.asked or 0) // self.options.batch_size)
         return self.sieve.rows == self.asked or done >= limit
 
@@ -174,6 +179,7 @@ class _Generation:
         return samples
 
     def _seed(self, batch: int, purpose: str) -> int:
+        # A seed for each batch and purpose, so that a run that goes on draws what it would have drawn.
         digest = hashlib.sha256(f"{self.options.seed} {batch} {purpose}".encode()).digest()
         return int.from_bytes(digest[:6], "little")
 
@@ -185,6 +191,7 @@ class _Generation:
         if not generated.rows:
             reasons = ", ".join(f"{name}: {count}" for name, count in generated.dropped.items())
             raise DataError(f"{self.output_dir}: of {generated.samples} samples none is left ({reasons}).")
+        # written in full before it takes the name that users read
         staged = self.output_dir / f".{ROWS}.tmp"
         try:
             staged.unlink(missing_ok=True)
@@ -286,7 +293,7 @@ def card(teacher: str, options: GenerateOptions, summary: dict[str, Any]) -> str
 
 
 def _licence(teacher: str, options: GenerateOptions) -> str:
-    demo = DEMO_MODELS.get(teacher.removeprefix(PREFIX)) if teacher.startswith(PREFIX) else None
+    demo = DEMO_MODELS.get(teacher.removeprefix(DEMO)) if teacher.startswith(DEMO) else None
     of_teacher = f"{teacher} is under {demo.licence}" if demo else f"See the licence of {public(teacher)}"
     of_prompts = f", and that of the prompts from {public(options.prompts)}" if options.prompts else ""
     return (

@@ -50,6 +50,7 @@ class NearDuplicates:
 
     def __init__(self, threshold: float, n: int = 5):
         self._threshold, self._n = threshold, n
+        # a fixed seed: the same texts are duplicates in every run
         rng = np.random.default_rng(0x11)
         self._factors = rng.integers(0, 2**63, (PERMUTATIONS, 1), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
         self._offsets = rng.integers(0, 2**64, (PERMUTATIONS, 1), dtype=np.uint64)
@@ -64,6 +65,7 @@ class NearDuplicates:
 
     def like(self, signature: np.ndarray) -> int | None:
         """Return the number of the first text added that is a near duplicate, or None."""
+        # sorted: the first row that is alike, whatever the order of a set
         candidates = sorted({number for band in _bands(signature) for number in self._bands.get(band, ())})
         return next((i for i in candidates if (self._signatures[i] == signature).mean() >= self._threshold), None)
 
@@ -164,7 +166,7 @@ class Sieve:
         if not sample.finished and not self.options.keep_unfinished:
             return "unfinished"
         answer = words(completion)
-        # code or formulas may be signs alone; these count as one word
+        # code or formulas may be nothing but signs; these count as one word
         if max(len(answer), 1) < self.options.min_completion_words:
             return "short"
         if repetition(answer) > self.options.max_repetition:
@@ -178,6 +180,7 @@ class Sieve:
 
     def _repeated(self, sample: Sample) -> str | None:
         """Compare with the rows before, and remember the sample if it is like none."""
+        # texts of nothing but signs have no words, and must not all be equal
         parts = [words(text) or text.split() for text in sample.texts()]
         key = hashlib.sha256("\x1e".join("\x1f".join(part) for part in parts).encode()).digest()
         if key in self._seen:

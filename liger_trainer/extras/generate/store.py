@@ -44,6 +44,7 @@ class SampleStore:
             ConfigError: it holds other files, or samples that were made otherwise.
             CorruptError: the index cannot be read.
         """
+        # as it will come back from the file: tuples are lists there
         path, identity = output_dir / FOLDER, json.loads(json.dumps(identity))
         if not (path / INDEX).is_file():
             others = sorted(p.name for p in output_dir.iterdir() if p.name != FOLDER)
@@ -85,6 +86,7 @@ class SampleStore:
         lines = [json.dumps(dataclasses.asdict(sample)) + "\n" for sample in samples]
         self.parts.append(self._write(f"part-{self.batches:06}.jsonl", "".join(lines).encode(), 1))
         self._write_index()
+        # Shards keep the number of files small; the index names a shard before its parts go.
         if len(self.parts) == PARTS_OF_A_SHARD:
             gathered = self.parts
             content = b"".join(self._content(part) for part in gathered)
@@ -116,6 +118,7 @@ class SampleStore:
 
     def _remove_leftovers(self) -> None:
         """Remove parts that a shard holds, or that a process was killed over."""
+        # while there are parts, the index still needs them
         if not self.parts:
             for file in self.path.glob("part-*.jsonl"):
                 file.unlink()

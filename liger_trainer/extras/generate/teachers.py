@@ -12,7 +12,7 @@ from ...errors import ConfigError
 from ...secrets import remember_settings
 from ...teachers.connection import Connection, ConnectionOptions, key_in
 from ...teachers.fingerprints import sampled_fingerprint
-from ...trainers.rows import Writable
+from ...trainers.rows import AllowedIds
 from ...trainers.samplers import ModelSampler, end_tokens
 from .options import GenerateOptions
 
@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
 
 Ask = Callable[[Sequence[Tokens], int, int, Sequence[int]], list[Answer]]
-"""Called with prompts, a seed, the most tokens to sample, and tokens that end a text beside the model's own."""
+"""Called with prompts, a seed, the most tokens to sample, and tokens that end a text besides the model's own."""
 
 
 class LocalTeacher:
@@ -49,10 +49,11 @@ class LocalTeacher:
             raise ConfigError(f"TEACHER: {path} cannot be loaded: {error}") from error
         self._model.eval()
         self._tokenizer, self._options = tokenizer, options
+        # prompts of a batch are padded; masks hide which token it is
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         _check_context(self._model, options)
-        self._writable = Writable(max(tokenizer.get_vocab().values()) + 1)
+        self._writable = AllowedIds(max(tokenizer.get_vocab().values()) + 1)
 
     @property
     def fingerprint(self) -> str | None:
@@ -64,12 +65,14 @@ class LocalTeacher:
         return [self._answer(ids, new, stops) for ids, new in zip(prompts, sampled, strict=True)]
 
     def _answer(self, prompt: Tokens, sampled: Tokens, stops: Sequence[int]) -> Answer:
+        # else max_new_tokens ended it
         finished = bool(sampled) and sampled[-1] in stops
         return Answer(self._text(prompt, sampled[:-1] if finished else sampled), len(sampled), finished)
 
     def _sampler(self, most: int, stops: list[int]) -> ModelSampler:
         greedy = self._options.temperature == 0
         args: Any = SimpleNamespace(
+            # 0 is no temperature for `generate`; do_sample says it
             max_completion_length=most, temperature=1.0 if greedy else self._options.temperature,
             top_p=self._options.top_p, top_k=self._options.top_k, min_p=None, repetition_penalty=1.0,
             cache_implementation=None, generation_batch_size=None,

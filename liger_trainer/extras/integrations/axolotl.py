@@ -133,6 +133,7 @@ class LigerTrainerPlugin(BasePlugin):
                 "them out of the file."
             )
         for name in _LORA_KERNELS:
+            # written down, since axolotl turns on those that are not set
             cfg[name] = False
 
     def post_model_load(self, cfg: Any, model: Any) -> None:

@@ -75,6 +75,7 @@ def apply(model: Any, include_kernels: str | bool | None = "auto", **_: Any) -> 
         return model
     record = patch(model, _options(include_kernels))
     announce(str(record.report))
+    # once a process: the method belongs to a class, and asks each model whether it is patched
     if not len(_replacements):
         trainer = importlib.import_module(_TRAINER).BaseTrainer
         _replacements.set(trainer, "compute_log_probs", _fused_log_probs(trainer.compute_log_probs))
@@ -97,11 +98,13 @@ def _fused_log_probs(stock: Callable) -> Callable:
         if record is None or not record.options.fused_linear_cross_entropy:
             return stock(trainer, model, batch)
         tensors = {name: x.to(trainer.device, non_blocking=True) for name, x in batch.items() if hasattr(x, "to")}
+        # without labels the model computes no loss of its own
         labels = tensors.pop("labels")[:, 1:]
         with scored_logits(base):
             logits: Any = model(**tensors).logits[:, :-1]
             if isinstance(logits, ScoredLogits) and not logits.stored:
                 return logits.log_probs(labels).log_prob
+        # here somebody has looked at the logits, and they are stored
         logits = logits.compute() if isinstance(logits, ScoredLogits) else logits
         return -F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 

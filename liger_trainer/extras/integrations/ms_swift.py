@@ -5,7 +5,7 @@
     register(teacher="Qwen/Qwen3-8B", losses=[{"type": "forward_kl"}])
 
 ms-swift imports the file and makes the callback that it registers, which patches the model when the trainer has taken
-it. This file itself is such a plugin, without options. ms-swift imports it under a name of its own, so its imports are
+it. This file itself is such a plugin, without options. ms-swift imports it under another name, so its imports are
 absolute.
 """
 
@@ -121,6 +121,7 @@ def _call_adapters_plainly(model: Any, replaced: Replacements) -> None:
         return
     for module in model.modules():
         if isinstance(module, nn.Linear) and "forward_origin" in vars(module) and "forward" in vars(module):
+            # recorded first, so that undo brings ms-swift's forward back; then the class's forward shows through
             replaced.set(module, "forward", module.forward_origin)
             del module.forward
 
@@ -133,6 +134,7 @@ class _Predicted:
 
     def argmax(self, dim: int = -1) -> Tensor:
         following = self._labels[:, 1:]
+        # -1 is no token, so it never equals a label
         predicted = following.masked_fill(~self._is_top1.bool().to(following.device), -1)
         return torch.nn.functional.pad(predicted, (0, 1), value=-1)
 

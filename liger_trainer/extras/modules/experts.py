@@ -52,7 +52,9 @@ class LigerExperts(nn.Module):
         index = top_k_index.reshape(-1, top_k_index.shape[-1])
         order = index.flatten().argsort(stable=True)  # pairs of token and expert, by expert
         counts = torch.bincount(index.flatten(), minlength=self.num_experts)
+        # pair number // K is the token's number
         y = self._products(x[order // index.shape[1]], counts)
+        # the inverse of `order`
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         weighted = y[back].view(*index.shape, self.hidden_dim) * top_k_weights.reshape(*index.shape, 1)
         return weighted.sum(1).to(hidden_states.dtype).view(hidden_states.shape)

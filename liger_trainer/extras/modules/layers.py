@@ -2,7 +2,7 @@
 
 Parameters have the names and shapes of Hugging Face's layers, so state dicts fit both ways. An argument does what it
 says or is refused. Arguments that only steer how Liger computes (in_place, row_mode) are accepted, since the values do
-not depend on them. docs/extras.md shows each module beside its counterpart, with the differences. Rotary embedding is
+not depend on them. docs/extras.md shows each module next to its counterpart, with the differences. Rotary embedding is
 in rope.py, losses are in losses.py.
 """
 
@@ -86,12 +86,13 @@ class LigerRMSNorm(nn.Module):
         super().__init__()
         check_norm(casting_mode, offset, elementwise_affine)
         weight = _initial(hidden_size, init_fn)
+        # registered even as None: state dicts and extra_repr look for it
         self.register_parameter("weight", weight if elementwise_affine else None)
         self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
         self.in_place, self.row_mode, self.elementwise_affine = in_place, row_mode, elementwise_affine
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map (..., H) to (..., H); the dtype is that of Hugging Face's layer."""
+        """Map (..., H) to (..., H); in the dtype of Hugging Face's layer."""
         cast = casts_before_weight(self.casting_mode, hidden_states)
         return rms_norm(hidden_states, self.weight, self.variance_epsilon, offset=self.offset, cast_before_weight=cast)
 
@@ -154,6 +155,7 @@ class LigerLayerNorm(nn.Module):
                 raise ValueError(
                     f"{name} chooses among Liger's implementations; there is one here. Leave out {value!r}."
                 )
+        # Liger's module has both names
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
         self.weight = _initial(hidden_size, init_fn)
         self.register_parameter("bias", nn.Parameter(torch.zeros(hidden_size)) if bias else None)
@@ -188,6 +190,7 @@ class _GatedMLP(nn.Module):
         self.config = config
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
+        # Llama's key; other configurations don't have it
         bias = bool(getattr(config, "mlp_bias", False))
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)

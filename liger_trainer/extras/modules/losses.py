@@ -1,6 +1,6 @@
 """Losses as modules, under the public names and signatures of Liger-Kernel (arXiv:2410.10989), on top of our ops.
 
-An argument does what it says or is refused. docs/extras.md shows each module beside its counterpart, with the
+An argument does what it says or is refused. docs/extras.md shows each module next to its counterpart, with the
 differences. Layers are in layers.py.
 """
 
@@ -100,6 +100,7 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         inplace: bool = False,
     ):
         super().__init__(ignore_index, lse_square_scale, label_smoothing, reduction, softcap)
+        # as torch's own losses, but not in the state dict, as in Liger
         self.register_buffer("weight", weight, persistent=False)
         self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
         self.return_predicted_tokens, self.inplace = return_predicted_tokens, inplace
@@ -115,6 +116,7 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         result = self._cross_entropy(_input, target)
         output = CrossEntropyOutput(result.loss, predicted_tokens=predicted)
         if label_logit is not None:
+            # log p(label) = logit - lse
             lse = transform(label_logit, None, LogitTransform(softcap=self.softcap))[0].squeeze(1) - result.log_prob
             output.z_loss = self._reduced((self.lse_square_scale * lse.square()).where(keep, 0), keep)
         if self.return_token_accuracy:
@@ -485,7 +487,9 @@ class LigerFusedLinearKLDivLoss(nn.Module):
         self._check(student_input, student_weight, target, shift_labels)
         rows, vocab = target.shape
         labels = target.new_zeros(rows, dtype=torch.int64) if shift_labels is None else shift_labels
+        # without labels all rows count: 0 stands in for them, and is not ignored
         ignored = self.ignore_index if shift_labels is not None else -1
+        # rows of a chunk
         step = max(1, CHUNK // vocab)
         loss = sum(
             checkpoint(
@@ -501,6 +505,7 @@ class LigerFusedLinearKLDivLoss(nn.Module):
     def _part(self, x: Tensor, weight: Tensor, target: Tensor, labels: Tensor, ignored: int) -> Tensor:
         """Return the sum over the rows of a chunk."""
         logits = F.linear(x, weight)
+        # the divergence of close distributions would cancel in 16 bits
         wide = logits if logits.dtype == torch.float64 else logits.float()
         log_q = (wide / self.temperature).log_softmax(-1)
         return kl_div(log_q, target, reduction="sum", labels=labels, ignore_index=ignored)

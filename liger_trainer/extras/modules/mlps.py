@@ -117,5 +117,7 @@ def _checked(num_shards: int | None) -> int | None:
 
 def _by_tiles(mlp: Any, x: Tensor, num_shards: int | None) -> Tensor:
     """Return mlp(x), one tile of positions at a time. Only x is stored for the backward."""
+    # tiles of about hidden_size positions, as Bekman et al. have them
     shards = num_shards or max(1, -(-x.shape[-2] // x.shape[-1]))
+    # reentrant checkpointing would need an input that requires a gradient
     return torch.cat([checkpoint(mlp, tile, use_reentrant=False) for tile in x.chunk(shards, -2)], -2)

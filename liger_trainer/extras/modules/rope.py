@@ -133,6 +133,7 @@ def liger_rotary_pos_emb(
                 f"rotary_dim must be even, at most the {q.shape[-1]} columns of q, and cos must hold half as many: "
                 f"got {rotary_dim}, cos is {tuple(cos.shape)}."
             )
+        # each angle once, or the first half of halves that are equal
         cos, sin = cos[..., : rotary_dim // 2], sin[..., : rotary_dim // 2]
     return _rotate(q, k, cos, sin, unsqueeze_dim, half_width=rotary_dim is not None)
 
@@ -217,6 +218,7 @@ def _turned(q: Tensor, k: Tensor, turns: Tensor, name: str) -> tuple[Tensor, Ten
             f"{name} must be complex, got {turns.dtype}. `model.to(dtype)` drops the imaginary part of such a buffer: "
             "compute it after the cast, or load the model with dtype=."
         )
+    # Llama 4 keeps them where they were made
     turns = turns.to(q.device)
     q, k = rope(q.transpose(1, 2), k.transpose(1, 2), turns.real, turns.imag, interleaved=True, half_width=True)
     return q.transpose(1, 2), k.transpose(1, 2)

@@ -2,7 +2,7 @@
 
     distance of a set of layers = mean over supervised tokens of KL(the whole model || the model without them)
 
-After each layer all that are left are tried anew, since what a layer adds depends on the others: two layers may do the
+After each layer all that are left are tried again, since what a layer adds depends on the others: two layers may do the
 same work, so that either can go and not both. This is the greedy elimination of SLEB (Song et al. 2024,
 arXiv:2402.09025), which compares perplexities. The divergence from the model itself is what a distillation goes on to
 minimise.
@@ -64,6 +64,7 @@ def eliminate_layers(
         while len(left_out) < count:
             with torch.no_grad():
                 distances = measured.without_one_more([one.layer for one in left_out])
+            # of equals the first: dictionaries keep the layers' order
             nearest = min(distances, key=lambda index: distances[index])
             left_out.append(LeftOut(nearest, distances[nearest]))
             report(left_out[-1])
@@ -78,10 +79,12 @@ class _Distance:
     def __init__(self, model: PreTrainedModel, layers: nn.ModuleList, batches: list[Mapping[str, Any]]):
         self._model, self._layers = model, layers
         self._inputs = [{name: value for name, value in batch.items() if name != "labels"} for batch in batches]
+        # num_items 1: sums over tokens, which are divided once all batches are in
         self._targets = [BatchTargets.of(batch["labels"], None, 1.0) for batch in batches]
         self._tokens = sum(int((targets.labels != IGNORE_INDEX).sum()) for targets in self._targets)
         if not self._tokens:
             raise DataError("There is no supervised token to measure layers on.")
+        # deferred logits: hidden states and the head, not (tokens, vocabulary) numbers for each batch
         self._whole = [self._logits(inputs) for inputs in self._inputs]
 
     def _logits(self, inputs: Mapping[str, Any]) -> DeferredLogits:
@@ -97,12 +100,16 @@ class _Distance:
         """Return, for each layer that is not gone, the distance of the model without it as well."""
         totals = {index: 0.0 for index in range(len(self._layers)) if index not in gone}
         for inputs, targets, whole in zip(self._inputs, self._targets, self._whole, strict=True):
+            # one forward without the layers that are gone; what enters each layer is what trying it without that layer
+            # starts from
             with _passing_on(self._layers, gone), _entering(self._layers) as entering:
                 self._logits(inputs)
             for index in totals:
+                # The layers below are skipped, and this one hands on what entered it: only those above compute.
                 with _passing_on(self._layers, [*range(index), *gone]), _giving(self._layers[index], entering[index]):
                     ours, theirs = self._logits(inputs).operands(), whole.operands("teacher_")
                     kl = linear_divergence(**ours, **theirs, kind="forward_kl", **targets.for_ops())
+                # this waits for the device, once for a layer and batch
                 totals[index] += kl.loss.item() / self._tokens
         return totals
 

@@ -53,6 +53,7 @@ class _Sums:
 
     def of_layer(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
+            # families differ in whether they pass it by name
             before = args[0] if args else kwargs.get("hidden_states")
             after = output[0] if isinstance(output, tuple) else output
             if not isinstance(before, Tensor) or not isinstance(after, Tensor) or not self._fits(before, after):
@@ -60,7 +61,9 @@ class _Sums:
                     "Importance needs layers that take and return one hidden state of each token; "
                     f"{type(module).__name__} does not. Its layers can be chosen by hand, with drop_layers(keep=...)."
                 )
+            # in fp32: in bf16 the cosine of two nearly equal states is 1 for most layers
             cosine = F.cosine_similarity(before.float(), after.float(), dim=-1)
+            # layers may lie on several devices
             self.cosine[index] += cosine.to(self.real.device)[self.real].sum(dtype=torch.float64)
             self.called[index] += 1
 
@@ -105,11 +108,13 @@ def measure_importance(
                 mask = inputs.get("attention_mask")
                 sums.real = (torch.ones_like(inputs["input_ids"]) if mask is None else mask).bool()
                 tokens += int(sums.real.sum())
+                # without the head, whose logits nobody needs
                 model.base_model(**inputs, use_cache=False)
     finally:
         model.train(training)
     if not tokens:
         raise DataError("There is no token to measure importance on.")
+    # a model may call some layers only for images, or share one
     if any(count != max(sums.called) for count in sums.called) or any(units is None for units in sums.units):
         raise ConfigError(f"The layers of {type(model).__name__} are not each called in every forward.")
     units = [(total / tokens).cpu() for total in sums.units if total is not None]

@@ -39,7 +39,7 @@ CHOICE = "student_layer_choice"
 
 @dataclass(frozen=True)
 class StudentRecord:
-    """What student.json holds, beside the versions and the facts about the data. KLs are in nats per token."""
+    """What student.json holds, besides the versions and the facts about the data. KLs are in nats per token."""
 
     teacher: str
     """the model that the student is made from, as the configuration names it"""
@@ -86,6 +86,7 @@ def make_student(config: "RunConfig") -> tuple[Path, StudentRecord, PreTrainedMo
             parameters = original.num_parameters()
             importance, left_out = _measure(config, original, files, data, args)
         student, kept, shares = build_student(config, original, importance, left_out)
+        # training configurations set it to False; a saved student is read to generate, too
         student.config.use_cache = True
         student.save_pretrained(staged)
         files.processing.save_pretrained(staged)
@@ -152,6 +153,7 @@ def _arguments(config: "RunConfig", staged: Path) -> Any:
     args: Any = replace(config, recipe="distill").training_args()
     args.output_dir, args.report_to, args.push_to_hub = str(staged), [], False
     args.teacher, args.teachers, args.teacher_column, args.teacher_cache_dir = "model", None, None, None
+    # nothing is trained, so there is nothing to save memory for
     args.gradient_checkpointing = False
     return args
 
@@ -167,12 +169,14 @@ def _measure(
         processing_class=copy.deepcopy(files.processing),
     )
     rows.row_preparation.check_ids(original)
+    # the trainer that only prepares rows has not moved the model
     original.to(args.device)
     narrows = config["student_intermediate_size"] is not None
     downs = [mlp.down for mlp in layer_mlps(original)] if narrows else []
     importance = measure_importance(original, rows.get_eval_dataloader(), downs)
     if config["student_num_layers"] is None or config[CHOICE] != "greedy_kl":
         return importance, None
+    # eliminate_layers is told how many go, not how many stay
     surplus = len(importance.layers) - config["student_num_layers"]
     return importance, eliminate_layers(original, rows.get_eval_dataloader(), surplus, _say)
 
@@ -197,7 +201,9 @@ def build_student(
     student = drop_layers(original, keep=kept)
     if config["student_intermediate_size"] is None:
         return student, kept, None
+    # of the layers that stay, by their index in the teacher
     active = [importance.units[index] for index in kept]
+    # ascending, so that the kept units stand in their old order
     units = [layer.topk(config["student_intermediate_size"]).indices.sort().values for layer in active]
     shares = [(layer[best].sum() / layer.sum()).item() for layer, best in zip(active, units, strict=True)]
     return narrow_mlps(student, units), kept, shares

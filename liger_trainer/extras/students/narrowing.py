@@ -36,12 +36,14 @@ class LayerMLP:
     def narrowed(self, state: dict[str, Tensor], units: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the entries of a state dict that change, cut to the kept units."""
         inner = state[f"{self.path}.{self.rule.down}.weight"].shape[1]
+        # a packed first layer holds gate and up one below the other
         rows = torch.cat([units, inner + units]) if self.rule.layout in ("gate first", "up first") else units
         for name in self.rule.first:
             for key in (f"{self.path}.{name}.weight", f"{self.path}.{name}.bias"):
                 if key in state:
                     yield key, state[key][rows.to(state[key].device)].clone()
         weight = state[f"{self.path}.{self.rule.down}.weight"]
+        # its bias, one number an output, stays as it is
         yield f"{self.path}.{self.rule.down}.weight", weight[:, units.to(weight.device)].clone()
 
 
@@ -107,6 +109,7 @@ def narrow_mlps(model: PreTrainedModel, units: Sequence[Tensor]) -> PreTrainedMo
         state.update(mlp.narrowed(state, kept))
     try:
         with torch.device("meta"):
+            # on the meta device: no memory for weights that `fill` replaces
             student = new_model(type(model), config, dtype=model.dtype)
         fill(student, state, dict(model.named_buffers(remove_duplicate=False)))
     except (ValueError, TypeError, LookupError, RuntimeError) as error:

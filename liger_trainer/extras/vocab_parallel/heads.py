@@ -1,6 +1,6 @@
 """Output heads that stay sharded by rows, that is by vocabulary, over the ranks while a loss is computed.
 
-Two engines shard so: FSDP2, where a head is a unit of its own and was marked by `mark_sharded`, and transformers'
+Two engines shard so: FSDP2, where a head is a separate unit and was marked by `mark_sharded`, and transformers'
 tensor parallelism (`tp_plan`), whose heads are colwise. What the loss makes of it is in docs/extras.md.
 
 An FSDP2 unit gathers its weight in a hook before its forward. While logits are deferred, these two hooks are passed
@@ -47,6 +47,7 @@ def why_gathered(model: nn.Module) -> str | None:
     head = output_module(model)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return f"its output head is a {type(head).__name__}, and no plain linear layer"
+    # they would see gradients of a forward that does not run
     if has_backward_hooks(head):
         return "its output head has backward hooks"
     get = getattr(model, "get_input_embeddings", lambda: None)
@@ -91,6 +92,7 @@ class ShardedHead:
             return None
         unit = isinstance(module, FSDPModule)
         if unit:
+            # a forward of before, without a backward, may have left it gathered
             module.reshard()
         weight = module.get_parameter("weight")
         if not isinstance(weight, DTensor):

@@ -29,6 +29,7 @@ def shard_head(trainer: TrainerHost, wanted: str) -> None:
         ConfigError: wanted is "always", and something is in the way.
     """
     model = base_of(trainer.model)
+    # an earlier trainer of this model may have left its mark
     mark_sharded(model, False)
     if wanted == NEVER or is_tensor_parallel(output_module(model)):
         return
@@ -50,6 +51,7 @@ def _reason(trainer: TrainerHost, model: nn.Module) -> str | None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if not trainer.is_fsdp_enabled or plugin is None or plugin.fsdp_version != 2:
         return "this training is not on FSDP2"
+    # rows over one dimension only: the loss sums over a single group
     mesh = getattr(trainer.accelerator, "torch_device_mesh", None)
     if mesh is not None and sum(size > 1 for size in mesh.shape) > 1:
         return f"the ranks form a mesh of several dimensions ({mesh})"
@@ -105,6 +107,7 @@ def _prepare_apart(accelerator: Any, head: nn.Module | None) -> None:
     @functools.wraps(prepare)
     def prepare_apart(*args, **kwargs):
         replaced = Replacements()
+        # accelerate asks for the policy while it prepares, and has no hook for it
         replaced.set(fsdp_utils, "fsdp2_prepare_auto_wrap_policy", with_head)
         try:
             return prepare(*args, **kwargs)

@@ -21,8 +21,8 @@ from ...compat.modules import own_children
 from .. import structure
 from ..options import PatchOptions, PatchReport
 from .deferred_norm import can_wait, deferring_forward
-from .norms import NormRule, once_for_equal_norms
-from .rotary import is_alone, is_rotary, layouts_of, prove_alone, prove_rotary, replacement, replacement_alone
+from .norms import NormRule, once_for_equal_widths, prove_norm
+from .rotary import is_rotary, layouts_of, prove_rotary, replacement, takes_one
 
 _NORM_OF_QUERIES = re.compile(r"(q|query)(_?(?:layer)?_?norm)")
 
@@ -35,7 +35,7 @@ def patch_attention(model: nn.Module, options: PatchOptions, replacements: Repla
     if not options.rope:
         return
     layouts = layouts_of(model)
-    prove = once_for_equal_norms()
+    prove = once_for_equal_widths(prove_norm)
     for module in model.modules():
         served = {
             calls[0]: _swap(module, calls, layouts, replacements, report)
@@ -43,7 +43,7 @@ def patch_attention(model: nn.Module, options: PatchOptions, replacements: Repla
         }
         if not any(served.values()):
             continue
-        of_both = {method: [name for name, alone in names.items() if not alone] for method, names in served.items()}
+        of_both = {method: [name for name, one in names.items() if not one] for method, names in served.items()}
         norms = _norms_that_can_wait(module, of_both, prove, replacements)
         for child, rule in norms.items():
             replacements.forward(child, deferring_forward(rule))
@@ -64,7 +64,7 @@ def _swap(
     """Have the instance's method call ours.
 
     Returns:
-        for each rotary function that it no longer calls, by global name, whether it rotates one tensor alone.
+        for each rotary function that it no longer calls, by global name, whether it rotates one tensor.
     """
     kind, (method, functions) = type(module), calls
     if structure.is_replaced(module, method):
@@ -72,13 +72,13 @@ def _swap(
         return {}
     copy, served = getattr(kind, method), {}
     for name, before in functions:
-        alone = is_alone(before)
-        rule = (prove_alone if alone else prove_rotary)(before, layouts)
+        rule = prove_rotary(before, layouts)
         if isinstance(rule, str):
             report.leave(f"{name} of {kind.__name__}", rule)
         else:
-            copy = rebound(copy, name, before, (replacement_alone if alone else replacement)(before, rule))
-            served[name] = alone
+            # of the copy that the function before has left: a method may call several
+            copy = rebound(copy, name, before, replacement(before, rule))
+            served[name] = takes_one(before)
     if served and method == "forward":
         replacements.forward(module, copy)
     elif served:
@@ -95,10 +95,11 @@ def _norms_that_can_wait(
     """Return the norms of queries and keys with their rules; none unless the rotation of both follows on every path."""
     for method, functions in served.items():
         reading = [f for f in inner_functions(getattr(type(module), method)) if set(functions) & set(names_read(f))]
-        if len(reading) != 1:
+        if len(reading) != 1:  # which of several functions runs is not to be seen from the code
             continue
         for names in _norm_pairs(module):
             norms = {child: _deferrable(child, prove, replacements) for child in map(module.get_submodule, names)}
+            # A path that returns the norm's output without a rotation would return what is not computed yet.
             if all(norms.values()) and all(always_reads_after(reading[0], name, functions) for name in names):
                 return {child: rule for child, rule in norms.items() if rule is not None}
     return {}
@@ -119,6 +120,7 @@ def _deferrable(
 ) -> NormRule | None:
     if module in replacements or structure.why_not_replaced(module) is not None:
         return None
+    # A weight for each head and column is more than the op's norm has.
     if any(tensor.dim() != 1 for tensor in structure.tensors(module).values()):
         return None
     rule = prove(module)

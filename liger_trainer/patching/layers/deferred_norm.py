@@ -6,7 +6,6 @@ rotation then run in one launch. Any other use of it computes the norm, with our
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,49 +16,6 @@ from torch import Tensor, nn
 from ...compat.modules import accelerate_hook, is_hooked
 from ...kernels.qk_norm_rope import qk_norm_rope
 from .norms import NormRule
-
-# What stands for a tensor that is not computed yet. Whatever does not know it computes it, and goes on from there.
-
-
-class DeferredTensor(ABC):
-    """The base of such objects: every operation that a subclass does not have is one of the computed tensor."""
-
-    @abstractmethod
-    def compute(self) -> Tensor:
-        """Return the tensor."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return func(*_computed(args), **{name: _computed(value) for name, value in (kwargs or {}).items()})
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.compute(), name)
-
-
-def _operator(name: str) -> Callable:
-    def compute_and_apply(self, *args):
-        return getattr(self.compute(), name)(*args)
-
-    return compute_and_apply
-
-
-# Python looks operators up on the class, not through __getattr__.
-for _name in (
-    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow", "matmul", "rmatmul", "getitem",
-    "setitem", "lt", "le", "gt", "ge", "eq", "ne", "len", "iter", "iadd", "isub", "imul", "itruediv", "abs", "pos",
-    "floordiv", "rfloordiv", "mod", "rmod", "rpow", "and", "or", "xor", "invert", "bool", "float", "contains",
-):  # fmt: skip
-    setattr(DeferredTensor, f"__{_name}__", _operator(f"__{_name}__"))
-
-
-def _computed(value: Any) -> Any:
-    if isinstance(value, DeferredTensor):
-        return value.compute()
-    if isinstance(value, (tuple, list)):
-        return type(value)(_computed(item) for item in value)
-    return value
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -74,6 +30,7 @@ class _Pending:
     x: Tensor
     module: nn.Module
     rule: NormRule
+    # whether gradients were recorded when the norm was called: its output has one then, whenever it is computed
     grad: bool = field(default_factory=torch.is_grad_enabled)
     value: Tensor | None = None
 
@@ -103,8 +60,10 @@ class _Pending:
 
 
 @dataclass(frozen=True, eq=False)
-class DeferredNorm(DeferredTensor):
+class DeferredNorm:
     """The result of a norm of queries or keys, not computed yet, viewed as attention views it.
+
+    Every operation that is not here is one of the computed tensor.
 
     Attributes:
         x: the norm's input under the same views.
@@ -162,6 +121,7 @@ class DeferredNorm(DeferredTensor):
                 return self.compute().view(sizes)
             if x.shape[-1] == self.shape[-1]:
                 return self._viewed(x, (x.dim() - 1,), "view", (sizes,))
+            # heads split off from what one mean is taken over
             if x.shape[:-2] == self.shape[:-1] and math.prod(x.shape[-2:]) == self.shape[-1]:
                 return self._viewed(x, (x.dim() - 2, x.dim() - 1), "view", (sizes,))
         return self.compute().view(*shape)
@@ -176,18 +136,51 @@ class DeferredNorm(DeferredTensor):
             value = getattr(value, name)(*args)
         return value
 
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*_computed(args), **{name: _computed(value) for name, value in (kwargs or {}).items()})
 
-def can_wait(rule: NormRule | str) -> bool:
+    def __getattr__(self, name: str):
+        if name.startswith("__"):  # deepcopy and pickle ask for such before there are fields
+            raise AttributeError(name)
+        return getattr(self.compute(), name)
+
+
+def _computed(value: Any) -> Any:
+    if isinstance(value, DeferredNorm):
+        return value.compute()
+    if isinstance(value, (tuple, list)):
+        return type(value)(_computed(item) for item in value)
+    return value
+
+
+def _operator(name: str) -> Callable:
+    def compute_and_apply(self, *args):
+        return getattr(self.compute(), name)(*args)
+
+    return compute_and_apply
+
+
+# Python looks operators up on the class, not through __getattr__.
+for _name in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow", "matmul", "rmatmul", "getitem",
+    "setitem", "lt", "le", "gt", "ge", "eq", "ne", "len", "iter", "iadd", "isub", "imul", "itruediv", "abs", "pos",
+    "floordiv", "rfloordiv", "mod", "rmod", "rpow", "and", "or", "xor", "invert", "bool", "float", "contains",
+):  # fmt: skip
+    setattr(DeferredNorm, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def can_wait(rule: NormRule) -> bool:
     """Whether `qk_norm_rope` computes a norm of this rule."""
-    if isinstance(rule, str) or rule.form.kind != "RMSNorm":
-        return False
-    return rule.weight is not None and rule.bias is None and rule.autocast == "keep"
+    plain = rule.form.kind == "RMSNorm" and rule.autocast == "keep"
+    return plain and rule.weight is not None and rule.bias is None
 
 
 def deferring_forward(rule: NormRule) -> Callable[[nn.Module, Tensor], Any]:
     """Return a forward for a norm of queries or keys whose attention rotates them right after."""
 
     def forward(module: nn.Module, hidden_states: Tensor):
+        # torch.compile fuses the two steps itself; a hook wants to see a tensor
         if torch.compiler.is_compiling() or is_watched(module):
             return rule(module, hidden_states, widens=False)
         return DeferredNorm.of(hidden_states, module, rule)
@@ -209,10 +202,11 @@ def norm_and_rotate(
     widened = promotes and not torch.is_autocast_enabled(q.device.type)
     if (
         (one.rule, one.eps) != (other.rule, other.eps)
-        or one.value is not None
+        or one.value is not None  # somebody has looked at it, and it is computed
         or other.value is not None
         or q.over != k.over
         or q.over not in ((3,), (heads_dim, 3))
+        # the rotation would return a wider dtype than the norm: the op has one for both
         or (widened and any(torch.promote_types(x.dtype, cos.dtype) != x.dtype for x in (q, k)))
     ):
         return None

@@ -31,6 +31,7 @@ from ...kernels.types import Gate
 from .. import structure
 from ..options import PatchOptions, PatchReport
 from .linears import WEIGHTS, gated, is_plain
+from .lora import Ineligible
 from .mlps import (  # fmt: skip
     CASES,
     GATED,
@@ -76,10 +77,8 @@ def patch_experts(model: nn.Module, options: PatchOptions, replacements: Replace
     if not (options.swiglu or options.geglu):
         return
     prove = structure.once_for_equal_layers(prove_experts)
-    for module, rule in structure.candidates(model, replacements, looks_like_experts, prove):
-        if isinstance(rule, str):
-            report.leave(type(module).__name__, rule)
-        elif getattr(options, OPTIONS[GATED[rule.activation]]):
+    for module, rule in structure.proved_layers(model, replacements, report, looks_like_experts, prove):
+        if getattr(options, OPTIONS[GATED[rule.activation]]):
             note_activations(module, replacements)
             replacements.set(module, GATE, types.MethodType(_gate(rule), module))
             report.swap(rule.kind)
@@ -160,17 +159,13 @@ def _calls_gate(module: nn.Module) -> bool:
 # runs.
 #
 # transformers' registry of implementations (`ALL_EXPERTS_FUNCTIONS`) says what runs them otherwise: a rule holds for
-# its loop and its grouped and batched products, and an implementation of somebody else is left alone.
+# its loop and its grouped and batched products, and an implementation of somebody else stays as it is.
 
 
 PARAMETERS = ("gate_up_proj", "down_proj")
 FLAGS = {"has_gate": True, "has_post_expert_norm": False}  # of transformers' decorator, as the op needs them
 COLUMNS, INNER_COLUMNS, TOKENS = 8, 16, 24  # of a miniature; 16 bytes, which torch's grouped product wants
 _THEIRS = (grouped_mm_experts_forward, batched_mm_experts_forward)
-
-
-class _Ineligible(Exception):
-    """The reason why the experts' own forward has to run."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +191,7 @@ def patch_stacked_experts(
         return
     prove = structure.once_for_equal_layers(prove_stacked)
     inner: set[nn.Module] = set()  # of a wrapper that comes before
-    for name, module in model.named_modules():
+    for module in model.modules():
         chain = _chain(module)
         wrapped = len(chain) > 1
         if module in inner or not (wrapped or _is_frozen(module)):
@@ -208,7 +203,7 @@ def patch_stacked_experts(
             continue
         refused = rule if isinstance(rule, str) else _why_own_forward(module, rule)
         if refused is not None or rule is None or isinstance(rule, str):
-            _leave(report, name, chain, refused)
+            _leave(report, chain, refused)
             continue
         for wrapper in chain[1:-1]:
             replacements.claim(wrapper)
@@ -218,9 +213,9 @@ def patch_stacked_experts(
         report.left_alone.pop(type(chain[-1]).__name__, None)  # as a gate that nobody calls now
 
 
-def _leave(report: PatchReport, name: str, chain: Sequence[nn.Module], why: str | None) -> None:
+def _leave(report: PatchReport, chain: Sequence[Any], why: str | None) -> None:
     if len(chain) > 1:
-        names = ", ".join(wrapper.parameter_name for wrapper in _wrappers(chain))
+        names = ", ".join(wrapper.parameter_name for wrapper in chain[:-1])
         report.leave(f"LoRA on {names}", f"PEFT's forward runs: {why or 'these are no stacked experts'}")
     else:
         report.leave(type(chain[-1]).__name__, f"its own forward runs: {why}")
@@ -232,21 +227,17 @@ def _why_own_forward(module: nn.Module, rule: ExpertsRule | None) -> str | None:
     if refused is None and rule is not None:
         try:
             read(module, rule)
-        except _Ineligible as reason:
+        except Ineligible as reason:
             return str(reason)
     return refused
 
 
-def _chain(module: nn.Module) -> list[nn.Module]:
+def _chain(module: nn.Module) -> list[Any]:
     """Return a wrapper of PEFT, those inside it, and the experts; only the module if it is no wrapper."""
     chain = [module]
     while isinstance(chain[-1], ParamWrapper):
         chain.append(chain[-1].base_layer)
     return chain
-
-
-def _wrappers(chain: Sequence[Any]) -> Sequence[Any]:
-    return chain[:-1]
 
 
 def _is_frozen(module: nn.Module) -> bool:
@@ -264,7 +255,7 @@ def stacked_forward(rule: ExpertsRule) -> Callable[..., Tensor]:
         x, index, weights = (given[name] for name in rule.inputs)
         try:
             layers = read(module, rule)
-        except _Ineligible:
+        except Ineligible:
             return type(module).forward(module, *args, **kwargs)
         if x.dim() != 2 or index.shape != weights.shape:
             return type(module).forward(module, *args, **kwargs)
@@ -277,28 +268,28 @@ def read(module: nn.Module, rule: ExpertsRule) -> list[StackedProjection]:
     """Read experts and the adapters on them as they are now.
 
     Raises:
-        _Ineligible: their own forward has to run.
+        Ineligible: their own forward has to run.
     """
     chain = _chain(module)
-    base: Any = chain[-1]
+    base = chain[-1]
     if any(is_called(inner) for inner in chain[1:]):
-        raise _Ineligible("the experts are hooked or have another forward")
+        raise Ineligible("the experts are hooked or have another forward")
     if not _is_theirs(base):
-        raise _Ineligible(_foreign(base))
+        raise Ineligible(_foreign(base))
     if is_expert_parallel(base):
-        raise _Ineligible("the experts are spread over several devices")
+        raise Ineligible("the experts are spread over several devices")
     if calls_other_children(base):
-        raise _Ineligible("their activation is hooked or has another forward")
-    wrappers = {wrapper.parameter_name: wrapper for wrapper in _wrappers(chain)}
+        raise Ineligible("their activation is hooked or has another forward")
+    wrappers = {wrapper.parameter_name: wrapper for wrapper in chain[:-1]}
     if wrappers.keys() - set(PARAMETERS):
-        raise _Ineligible(f"adapters on {', '.join(sorted(wrappers.keys() - set(PARAMETERS)))}")
+        raise Ineligible(f"adapters on {', '.join(sorted(wrappers.keys() - set(PARAMETERS)))}")
     return [_layer(base, name, wrappers.get(name), rule.transposed) for name in PARAMETERS]
 
 
 def _layer(base: Any, name: str, wrapper: Any, transposed: bool) -> StackedProjection:
     bias = own_parameters(base).get(f"{name}_bias")
     if bias is not None and (bias.requires_grad or type(bias) not in WEIGHTS):
-        raise _Ineligible(f"{name}_bias is trained or sharded")
+        raise Ineligible(f"{name}_bias is trained or sharded")
     factors = () if wrapper is None else _factors(wrapper, transposed)
     if not factors:
         return StackedProjection(_weight(base, name, transposed), bias)
@@ -312,26 +303,26 @@ def _weight(base: Any, name: str, transposed: bool) -> Tensor | Callable[[], Ten
     weight = own_parameters(base).get(name)
     if weight is not None:
         if weight.requires_grad:
-            raise _Ineligible("the experts are trained too")
+            raise Ineligible("the experts are trained too")
         if type(weight) not in WEIGHTS or weight.dim() != 3:
-            raise _Ineligible("the experts' weights are sharded or packed")
+            raise Ineligible("the experts' weights are sharded or packed")
         return weight.transpose(1, 2) if transposed else weight
     if name not in getattr(base, "parametrizations", {}):
-        raise _Ineligible(f"{name} is no parameter")
+        raise Ineligible(f"{name} is no parameter")
 
     def unpacked() -> Tensor:
         weight = getattr(base, name).detach()
         return weight.transpose(1, 2) if transposed else weight
 
     if any(p.requires_grad for p in base.parametrizations[name].parameters()) or getattr(base, name).requires_grad:
-        raise _Ineligible(f"{name} is parametrised by something that is trained")
+        raise Ineligible(f"{name} is parametrised by something that is trained")
     return unpacked
 
 
 def _factors(wrapper: Any, transposed: bool) -> list[tuple[Tensor, Tensor]]:
     """Return (experts, r, inputs) and (experts, outputs, r) of each adapter that counts now, scaled."""
     if wrapper.disable_adapters and wrapper.merged:
-        raise _Ineligible("the adapters are to be taken out of the weight")
+        raise Ineligible("the adapters are to be taken out of the weight")
     if wrapper.disable_adapters or wrapper.merged:
         return []
     return [_factor(wrapper, name, transposed) for name in wrapper.active_adapters if name in wrapper.lora_A]
@@ -340,9 +331,9 @@ def _factors(wrapper: Any, transposed: bool) -> list[tuple[Tensor, Tensor]]:
 def _factor(wrapper: Any, name: str, transposed: bool) -> tuple[Tensor, Tensor]:
     a, b = wrapper.lora_A[name], wrapper.lora_B[name]
     if name in wrapper.lora_variant:
-        raise _Ineligible(f"an adapter is {type(wrapper.lora_variant[name]).__name__}, not plain LoRA")
+        raise Ineligible(f"an adapter is {type(wrapper.lora_variant[name]).__name__}, not plain LoRA")
     if not (is_plain(a) and is_plain(b)) or b.bias is not None:
-        raise _Ineligible("A or B of an adapter is more than a matrix: hooked, sharded, quantised or biased")
+        raise Ineligible("A or B of an adapter is more than a matrix: hooked, sharded, quantised or biased")
     count = wrapper.num_experts
     rows = a.weight.reshape(count, -1, a.weight.shape[-1])  # (experts, r, inputs of A)
     columns = b.weight.reshape(b.weight.shape[0], -1, count).permute(2, 0, 1)  # (experts, outputs of B, r)
@@ -375,7 +366,7 @@ def prove_stacked(module: nn.Module) -> ExpertsRule | str | None:
 
 
 def _without_parametrizations(module: nn.Module) -> nn.Module:
-    """Return a module of its own class, where torch has made it another to parametrise (quantise) its weights."""
+    """Return a module of its former class, where torch has made it another to parametrise (quantise) its weights."""
     if "parametrizations" not in own_children(module):
         return module
     return without_child(module, "parametrizations", type(module).__bases__[0])

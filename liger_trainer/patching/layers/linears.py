@@ -50,25 +50,14 @@ def project(down: nn.Module, gate: Tensor, up: Tensor | None, activation: str) -
 
 
 def project_ungated(down: nn.Module, x: Tensor, activation: str) -> Tensor:
-    """Return down(act(x)). Where down is a plain nn.Linear, only x is stored for the backward.
-
-    Args:
-        down: the layer, which takes (..., I).
-        x: (..., I).
-        activation: "gelu_tanh" or "gelu" (erf).
-    """
+    """Return down(act(x)) as `project` does, by a GELU. Where down is a plain nn.Linear, only x is stored."""
     if is_plain(down):
         return activation_linear(x, down.weight, down.bias, activation=activation)
     return down(F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none"))
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return layer(x). Where the layer is a plain nn.Linear that trains, an x that a norm made is not stored.
-
-    Args:
-        layer: takes (..., K).
-        x: (..., K).
-    """
+    """Return layer(x). Where the layer is a plain nn.Linear that trains, an x that a norm made is not stored."""
     if torch.is_grad_enabled() and is_plain(layer) and layer.weight.requires_grad and x.requires_grad:
         return linears(x, [layer.weight], [layer.bias])[0]
     return layer(x)
@@ -96,7 +85,7 @@ def patch_linears(model: nn.Module, options: PatchOptions, replacements: Replace
     if not options.linear:
         return
     for module in model.modules():
-        for names in layers_of_one_input(module):
+        for names in layers_of_one_input(type(module)):
             layers = [layer for name in names if _is_trained(layer := own_children(module).get(name))]
             if len(set(map(id, layers))) < 2 or any(layer in replacements for layer in layers):
                 continue
@@ -172,7 +161,7 @@ class SharedInput(threading.local):
         return clone
 
     def output(self, layer: nn.Module, x: Tensor, compute: Callable[[Sequence[nn.Module]], Any]) -> Tensor | None:
-        """Return a layer's output, or None if it has to be computed alone.
+        """Return a layer's output, or None if it has to be computed separately.
 
         Args:
             layer: which is called.
@@ -197,16 +186,12 @@ class SharedInput(threading.local):
         self._x, self._waiting = None, {}
 
 
-def layers_of_one_input(module: nn.Module) -> list[list[str]]:
-    """Return the names of children that a module's class calls with one of its arguments, in the order of the calls.
+@functools.cache
+def layers_of_one_input(kind: type) -> tuple[tuple[str, ...], ...]:
+    """Return the names of children that a class of modules calls with one of its arguments, in the order of the calls.
 
     Each call is made once in every pass that gets there, and the argument is the caller's own throughout.
     """
-    return [list(names) for names in _calls_with_one_argument(type(module))]
-
-
-@functools.cache
-def _calls_with_one_argument(kind: type) -> tuple[tuple[str, ...], ...]:
     function = source_of_forward(kind)
     if function is None:
         return ()
@@ -216,22 +201,18 @@ def _calls_with_one_argument(kind: type) -> tuple[tuple[str, ...], ...]:
     }
     every = [call for node in ast.walk(function) for call in _call_of_child(node)]
     groups: dict[str, list[str]] = {}
-    for child, argument in (call for node in _always_evaluated(function) for call in _call_of_child(node)):
+    nodes = (node for statement in function.body for node in _always_evaluated(statement))
+    for child, argument in (call for node in nodes for call in _call_of_child(node)):
         if argument in arguments and [name for name, _ in every].count(child) == 1:
             groups.setdefault(argument, []).append(child)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
-def _always_evaluated(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """Yield the nodes of a function's body in the order of evaluation, as far as calls are concerned."""
-    for statement in function.body:
-        yield from _inner_first(statement)
-
-
-def _inner_first(node: ast.AST) -> Iterator[ast.AST]:
+def _always_evaluated(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes in the order of evaluation, as far as calls are concerned."""
     if not isinstance(node, _CONDITIONAL):
         for child in ast.iter_child_nodes(node):
-            yield from _inner_first(child)
+            yield from _always_evaluated(child)
         yield node
 
 

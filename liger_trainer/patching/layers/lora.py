@@ -34,8 +34,8 @@ from ..options import PatchOptions, PatchReport
 from .linears import GROUP, SharedInput, is_plain, is_weight_and_bias, layers_of_one_input
 
 
-class _Ineligible(Exception):
-    """The reason why PEFT's forward has to run."""
+class Ineligible(Exception):
+    """The reason why a layer's own forward has to run, as the layer is now."""
 
 
 def patch_lora(model: nn.Module, options: PatchOptions, replacements: Replacements, report: PatchReport) -> None:
@@ -49,6 +49,7 @@ def patch_lora(model: nn.Module, options: PatchOptions, replacements: Replacemen
             continue
         refused = _refused(module)
         if refused is None:
+            # Whatever state it is in now: another one may follow, and our forward calls PEFT's where it has to.
             replacements.forward(module, _lora_linear_forward)
             refused = _why_own_forward(module)
         if refused is None:
@@ -63,7 +64,7 @@ def patch_lora(model: nn.Module, options: PatchOptions, replacements: Replacemen
 
 def _share_inputs(module: nn.Module, replacements: Replacements) -> None:
     """Have the LoRA layers that a module calls with one tensor computed by one op."""
-    for names in layers_of_one_input(module):
+    for names in layers_of_one_input(type(module)):
         layers = [layer for name in names if _is_ours(layer := own_children(module).get(name))]
         if len(layers) < 2 or len(set(map(id, layers))) < len(layers):
             continue
@@ -86,7 +87,7 @@ def mlp_with_lora(x: Tensor, layers: Sequence[nn.Module], activation: str, remak
         return None
     try:
         gate, *up, down = [_member(layer, x) for layer in layers]
-    except _Ineligible:
+    except Ineligible:
         return None
     return lora_mlp(x, gate, up[0] if up else None, down, activation=activation, remake=remake)
 
@@ -94,8 +95,9 @@ def mlp_with_lora(x: Tensor, layers: Sequence[nn.Module], activation: str, remak
 def is_lora_mlp(layers: Sequence[nn.Module]) -> bool:
     """Whether `mlp_with_lora` computes an MLP of these layers, in their present state."""
     try:
+        # a list: all of them are read, since any of them may be ineligible
         return any([bool(_member(layer, None).adapters) for layer in layers])
-    except _Ineligible:
+    except Ineligible:
         return False
 
 
@@ -103,13 +105,14 @@ def _lora_linear_forward(module, x, *args, **kwargs):
     if args or kwargs:  # PEFT's own: adapter_names, alora_offsets
         return type(module).forward(module, x, *args, **kwargs)
     group = vars(module).get(GROUP)
+    # A graph of torch.compile cannot hold what waits between two calls.
     if group is not None and not torch.compiler.is_compiling():
         y = group.output(module, x, functools.partial(_outputs, x))
         if y is not None:
             return y
     try:
         p = read(module, x)
-    except _Ineligible:
+    except Ineligible:
         return type(module).forward(module, x)
     return lora_linear(x, p.weight, p.bias, p.adapters, unpack=p.unpack)
 
@@ -118,13 +121,13 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | Non
     """Return the outputs of LoRA layers for x, None if one of them has to be called."""
     try:
         projections = [_member(layer, x) for layer in layers]
-    except _Ineligible:
+    except Ineligible:
         return None
     return lora_linears(x, projections)
 
 
 def _is_ours(layer: nn.Module | None) -> TypeGuard[nn.Module]:
-    forward = vars(layer).get("forward") if layer is not None else None
+    forward = None if layer is None else vars(layer).get("forward")
     return isinstance(forward, types.MethodType) and forward.__func__ is _lora_linear_forward
 
 
@@ -135,19 +138,20 @@ def read(module: Any, x: Tensor | None) -> Projection:
         x: the layer's input, or None to learn what the layer will be in training.
 
     Raises:
-        _Ineligible: PEFT's forward has to run.
+        Ineligible: PEFT's forward has to run.
     """
     if module.disable_adapters:
-        raise _Ineligible("adapters are disabled")
+        raise Ineligible("adapters are disabled")
     if module.merged_adapters:
-        raise _Ineligible("adapters are merged into the weight")
+        raise Ineligible("adapters are merged into the weight")
     if not module.cast_input_dtype_enabled:
-        raise _Ineligible("inputs are not cast to the adapters' dtype")
+        raise Ineligible("inputs are not cast to the adapters' dtype")
     base = module.base_layer
     weight, unpack = _base_weight(base, x)
     bias = base.bias
+    # The op has no product for dW.
     if weight.requires_grad or (bias is not None and bias.requires_grad):
-        raise _Ineligible("the base layer is trained too")
+        raise Ineligible("the base layer is trained too")
     adapters = tuple(_adapter(module, name) for name in module.active_adapters if name in module.lora_A)
     return Projection(weight, bias, adapters, unpack)
 
@@ -155,13 +159,13 @@ def read(module: Any, x: Tensor | None) -> Projection:
 def _adapter(module: Any, name: str) -> Adapter:
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     if name in module.lora_variant:
-        raise _Ineligible(f"an adapter is {type(module.lora_variant[name]).__name__}, not plain LoRA")
+        raise Ineligible(f"an adapter is {type(module.lora_variant[name]).__name__}, not plain LoRA")
     if not (is_plain(a) and is_plain(b)):
-        raise _Ineligible("A or B of an adapter is more than a matrix: hooked, sharded or quantised")
+        raise Ineligible("A or B of an adapter is more than a matrix: hooked, sharded or quantised")
     if is_called(dropout):
-        raise _Ineligible("the dropout of an adapter is hooked or has another forward")
+        raise Ineligible("the dropout of an adapter is hooked or has another forward")
     if b.bias is not None:
-        raise _Ineligible("an adapter has a bias (lora_bias)")
+        raise Ineligible("an adapter has a bias (lora_bias)")
     return Adapter(a.weight, b.weight, module.scaling[name], _rate(dropout))
 
 
@@ -170,27 +174,27 @@ def _rate(dropout: nn.Module) -> float:
     if type(dropout) is nn.Identity:
         return 0.0
     if type(dropout) is not nn.Dropout or dropout.inplace:
-        raise _Ineligible(f"an adapter drops out by {dropout}")
+        raise Ineligible(f"an adapter drops out by {dropout}")
     if dropout.p >= 1:
-        raise _Ineligible(f"lora_dropout is {dropout.p}, with which nothing is left")
-    return dropout.p if dropout.training else 0.0
+        raise Ineligible(f"lora_dropout is {dropout.p}, with which nothing is left")
+    return dropout.p if dropout.training else 0.0  # its own mode: a part of a model may be in eval mode
 
 
 def _base_weight(base: Any, x: Tensor | None) -> tuple[Tensor, Any]:
     """Return a base layer's weight and the function that unpacks it, None for a plain weight."""
     if type(base) is nn.Linear:
         if not (is_weight_and_bias(base) or _only_aligns_devices(base)):
-            raise _Ineligible("the base layer is hooked, sharded, or has another forward")
+            raise Ineligible("the base layer is hooked, sharded, or has another forward")
         return base.weight, None
     if type(base) not in bnb_4bit_types():
-        raise _Ineligible(f"the base layer is a {type(base).__name__}")
+        raise Ineligible(f"the base layer is a {type(base).__name__}")
     state = getattr(base.weight, "quant_state", None)
     if state is None or getattr(state, "packing_format_for_cpu", False):
-        raise _Ineligible("the 4-bit weight is not on the GPU yet")
+        raise Ineligible("the 4-bit weight is not on the GPU yet")
     if not _computes_in(base.compute_dtype, x):
-        raise _Ineligible(f"the 4-bit layer computes in {base.compute_dtype}, another dtype than its input's")
+        raise Ineligible(f"the 4-bit layer computes in {base.compute_dtype}, another dtype than its input's")
     if is_called(base):
-        raise _Ineligible("the base layer is hooked or has another forward")
+        raise Ineligible("the base layer is hooked or has another forward")
     return base.weight, functools.partial(dequantized, state)
 
 
@@ -222,12 +226,12 @@ def _member(layer: Any, x: Tensor | None) -> Projection:
     """Read a child of an MLP. It is not called, so its call must have no hooks."""
     if is_weight_and_bias(layer):
         if layer.weight.requires_grad or (layer.bias is not None and layer.bias.requires_grad):
-            raise _Ineligible("a layer without adapters is trained")
+            raise Ineligible("a layer without adapters is trained")
         return Projection(layer.weight, layer.bias)
     if type(layer) not in _lora_types():
-        raise _Ineligible(f"it has a {type(layer).__name__}")
+        raise Ineligible(f"it has a {type(layer).__name__}")
     if ("forward" in vars(layer) and not _is_ours(layer)) or is_hooked(layer):
-        raise _Ineligible("a LoRA layer is hooked or has another forward")
+        raise Ineligible("a LoRA layer is hooked or has another forward")
     return read(layer, x)
 
 
@@ -242,38 +246,31 @@ def _why_own_forward(module: nn.Module) -> str | None:
     """Say why PEFT's forward will run in training, as the layer is now."""
     try:
         read(module, None)
-    except _Ineligible as reason:
+    except Ineligible as reason:
         return str(reason)
     return None
 
 
-# Two functions each: dynamo traces no functools.cache, and a constant result needs no tracing.
+# Two more functions: dynamo traces no functools.cache, and a constant result needs no tracing.
 @torch.compiler.assume_constant_result
 def bnb_4bit_types() -> tuple[type, ...]:
-    return _installed_4bit_types()
+    return _installed_types()[0]
 
 
 @torch.compiler.assume_constant_result
 def _lora_types() -> tuple[type, ...]:
-    return _installed_lora_types()
+    return _installed_types()[1]
 
 
 @functools.cache
-def _installed_4bit_types() -> tuple[type, ...]:
+def _installed_types() -> tuple[tuple[type, ...], tuple[type, ...]]:
+    """Return bitsandbytes' 4-bit layers, and PEFT's LoRA layers over plain and 4-bit ones."""
     if not is_bnb_4bit_available():
-        return ()
+        return (), (LoraLinear,)
     from bitsandbytes.nn import Linear4bit, LinearFP4, LinearNF4  # pyright: ignore[reportMissingImports]
+    from peft.tuners.lora.bnb import Linear4bit as Lora4bit  # pyright: ignore[reportAttributeAccessIssue]
 
-    return Linear4bit, LinearFP4, LinearNF4
-
-
-@functools.cache
-def _installed_lora_types() -> tuple[type, ...]:
-    if not is_bnb_4bit_available():
-        return (LoraLinear,)
-    from peft.tuners.lora.bnb import Linear4bit  # pyright: ignore[reportAttributeAccessIssue]
-
-    return LoraLinear, Linear4bit
+    return (Linear4bit, LinearFP4, LinearNF4), (LoraLinear, Lora4bit)
 
 
 @functools.cache

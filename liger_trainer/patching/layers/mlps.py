@@ -12,7 +12,7 @@ import functools
 import itertools
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,7 @@ class MLPRule:
     """Which children take the input, how gate and up come from them, and what follows.
 
     Attributes:
-        first: the names of gate and up, of the layer with both, or of up alone.
+        first: the names of gate and up, of the layer with both, or only of up.
         layout: a key of LAYOUTS, or "ungated".
         activation: a key of GATED, or of UNGATED.
         down: the name of the last layer.
@@ -123,7 +123,7 @@ class MLPRule:
         """Whether `lora_mlp` and `gated_mlp` take such an MLP."""
         return self.layout in ("split", "gate first") and self.clamp is None
 
-    def linear_layers(self, module: nn.Module) -> list[nn.Module]:
+    def linear_layers(self, module: nn.Module) -> list[Any]:
         return [getattr(module, name) for name in (*self.first, self.down)]
 
     def __call__(self, module: nn.Module, x: Tensor, plain: bool = False) -> Tensor:
@@ -153,10 +153,8 @@ def patch_mlps(model: nn.Module, options: PatchOptions, replacements: Replacemen
     if not any(getattr(options, name) for name in OPTIONS.values()):
         return
     prove = structure.once_for_equal_layers(prove_mlp)
-    for module, rule in structure.candidates(model, replacements, looks_like_an_mlp, prove):
-        if isinstance(rule, str):
-            report.leave(type(module).__name__, rule)
-        elif getattr(options, OPTIONS[rule.kind]):
+    for module, rule in structure.proved_layers(model, replacements, report, looks_like_an_mlp, prove):
+        if getattr(options, OPTIONS[rule.kind]):
             lora = options.lora and rule.is_one_op
             note_activations(module, replacements, {*rule.first, rule.down})
             replacements.forward(module, mlp_forward(rule, lora))
@@ -172,29 +170,25 @@ def mlp_forward(rule: MLPRule, lora: bool) -> Callable[..., Tensor]:
     linear_layers = {*rule.first, rule.down}
 
     def forward(module, *inputs, **named):
-        (x,) = (*inputs, *named.values())
+        (x,) = (*inputs, *named.values())  # one input, as was proved, under whatever name
         if calls_other_children(module, linear_layers):
             return type(module).forward(module, x)
-        remake = vars(module).get(REMADE, False)
-        fused = mlp_with_lora(x, rule.linear_layers(module), rule.activation, remake) if lora else None
-        if fused is None and remake:
-            fused = _remade(x, rule.linear_layers(module), rule.activation)
-            if fused is None and torch.is_grad_enabled():
-                warnings.warn(KEPT.format(type(module).__name__), stacklevel=2)
-        return rule(module, x) if fused is None else fused
+        remake, layers = vars(module).get(REMADE, False), rule.linear_layers(module)
+        fused = mlp_with_lora(x, layers, rule.activation, remake) if lora else None
+        if fused is not None:
+            return fused
+        if remake and all(map(is_weight_and_bias, layers)):
+            weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+            return gated_mlp(x, weights, biases, activation=rule.activation)
+        if remake and torch.is_grad_enabled():
+            warnings.warn(KEPT.format(type(module).__name__), stacklevel=2)
+        return rule(module, x)
 
     return forward
 
 
-def _remade(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
-    """Compute an MLP by `gated_mlp`; return None where its layers have to be called."""
-    if not all(map(is_weight_and_bias, layers)):
-        return None
-    return gated_mlp(x, [layer.weight for layer in layers], [layer.bias for layer in layers], activation=activation)
-
-
 def note_activations(module: nn.Module, replacements: Replacements, linear_layers: Collection[str] = ()) -> None:
-    """Note what a module, which was proved with it, calls beside its linear layers."""
+    """Note what a module, which was proved with it, calls besides its linear layers."""
     children = {name: child for name, child in own_children(module).items() if name not in linear_layers}
     functions = {
         name: value for name, value in vars(module).items()
@@ -228,8 +222,9 @@ def prove_mlp(module: nn.Module) -> MLPRule | str | None:
         if likely and inputs is not None and any("gate" in name for name in own_children(module)):
             return f"it takes {', '.join(inputs)}, where an MLP has one input"
         return None
-    states = [name for name, child in module.named_children() if not _linear_or_stateless(child)]
-    states += structure.tensors(module)
+    states = [
+        name for name, x in module.named_children() if not (structure.is_linear(x) or structure.is_stateless(x))
+    ] + [*structure.tensors(module)]
     if not rules or (states and not likely):
         return None
     if states:
@@ -238,14 +233,11 @@ def prove_mlp(module: nn.Module) -> MLPRule | str | None:
     return rule if likely or isinstance(rule, MLPRule) else None
 
 
-def _linear_or_stateless(module: nn.Module) -> bool:
-    return structure.is_linear(module) or structure.is_stateless(module)
-
-
 def _rules(module: nn.Module) -> Iterator[MLPRule]:
     """Yield every reading of the linear children whose sizes fit."""
     linears: dict[str, Any] = {name: child for name, child in module.named_children() if structure.is_linear(child)}
     sizes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+    # Names are not trusted: which layer is gate, up or down is tried, where the sizes allow it.
     for names in itertools.permutations(sizes):
         *first, down = names
         width, inner = sizes[down]
@@ -273,6 +265,7 @@ def _check(module: nn.Module, rule: MLPRule) -> tuple[int, str | None]:
             ours = rule(small, x, plain=True)
             refused = structure.difference(ours, theirs)
             refused = refused or structure.gradient_difference(ours, theirs, [x, *small.parameters()])
+            # a dropout draws another mask when it is called again
             drops = refused is not None and training and not torch.equal(theirs, type(small).forward(small, x))
         if drops:
             return passed + 1, "it drops out elements in training"
@@ -317,6 +310,7 @@ def remake_mlps(
     Raises:
         ConfigError: there is none, or the decoder layers are not recognised.
     """
+    # Layers without such an MLP don't count, so that every n-th of those that can saves memory.
     layers = [mlps for layer in decoder_layers(model)[1] if (mlps := _mlps_of(layer, options.lora))]
     if not layers:
         raise ConfigError(

@@ -90,7 +90,8 @@ class NormRule:
         if centred and self.form.offset and weight is not None:
             weight = weight + self.form.offset
         if self.autocast == "narrow" and torch.is_autocast_enabled():
-            x, weight, bias = (_narrowed(tensor, x.device.type) for tensor in (x, weight, bias))
+            narrow = torch.get_autocast_dtype(x.device.type)
+            x, weight, bias = (t if t is None else t.to(narrow) for t in (x, weight, bias))
         elif self.autocast == "widen" and widens and x.element_size() < 4 and torch.is_autocast_enabled(x.device.type):
             x = x.float()
         if centred:
@@ -102,18 +103,13 @@ class NormRule:
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
 
 
-def _narrowed(x: Any, device_type: str) -> Any:
-    return None if x is None else x.to(torch.get_autocast_dtype(device_type))
-
-
 def patch_norms(model: nn.Module, options: PatchOptions, replacements: Replacements, report: PatchReport) -> None:
     """Swap the norms that `options` ask for. Those that an earlier part computes are passed over."""
     if not (options.rms_norm or options.layer_norm):
         return
-    for module, rule in structure.candidates(model, replacements, looks_like_a_norm, once_for_equal_norms()):
-        if isinstance(rule, str):
-            report.leave(type(module).__name__, rule)
-        elif getattr(options, OPTIONS[rule.form.kind]):
+    prove = once_for_equal_widths(prove_norm)
+    for module, rule in structure.proved_layers(model, replacements, report, looks_like_a_norm, prove):
+        if getattr(options, OPTIONS[rule.form.kind]):
             replacements.forward(module, norm_forward(rule))
             report.swap(rule.form.kind)
 
@@ -143,11 +139,6 @@ def looks_like_a_norm(module: nn.Module) -> bool:
 def _places_of_eps(module: nn.Module) -> list[str | float]:
     named: list[str | float] = [name for name in EPS if name in vars(module)]
     return named or (list(FIXED_EPS) if "normalized_shape" in vars(module) else [])
-
-
-def once_for_equal_norms() -> Callable[[nn.Module], NormRule | str]:
-    """Return `prove_norm`, run once for equal norms."""
-    return once_for_equal_widths(prove_norm)
 
 
 def once_for_equal_widths(prove: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
@@ -200,11 +191,8 @@ def _check(module: nn.Module, rule: NormRule) -> tuple[int, str | None]:
             refused = structure.difference(ours, theirs, NARROW[rule.form.kind])
             refused = refused or structure.gradient_difference(ours, theirs, [x, *small.parameters()])
         if refused is not None:
-            place = " under autocast" if autocast else f" in {dtype}"
-            return (
-                passed,
-                refused + place if not passed or autocast else f"it rounds otherwise than ours: {refused}{place}",
-            )
+            refused += " under autocast" if autocast else f" in {dtype}"
+            return passed, refused if not passed or autocast else f"it rounds otherwise than ours: {refused}"
     return len(CASES), None
 
 
@@ -216,7 +204,7 @@ def width(module: nn.Module) -> int:
 
 
 def norm_miniature(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy of a norm with random weights of its own."""
+    """Return a copy of a norm with random weights."""
     generator = torch.Generator().manual_seed(1)
 
     def weight() -> nn.Parameter:
@@ -227,12 +215,22 @@ def norm_miniature(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _input(module: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Draw (2, ROWS / 2, H): from rows so small that only eps counts to rows so large that it does not."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(ROWS, width(module), generator=generator, dtype=FP32, device="cpu")
-    x *= torch.logspace(-5, 2, ROWS, dtype=FP32, device="cpu")[:, None]
+    """Draw x (2, ROWS / 2, H)."""
+    x = _rows(module, torch.Generator().manual_seed(0)).mul_(_SIZES)
     # The rows get a mean, by which RMSNorm and LayerNorm differ.
-    return x.add_(x.std(1, correction=0, keepdim=True) / 2).view(2, ROWS // 2, -1).to(dtype).requires_grad_()
+    return _as_batch(x.add_(x.std(1, correction=0, keepdim=True) / 2), dtype)
+
+
+# From rows so small that only eps counts to rows so large that it does not.
+_SIZES = torch.logspace(-5, 2, ROWS, dtype=FP32, device="cpu")[:, None]
+
+
+def _rows(module: nn.Module, generator: torch.Generator) -> Tensor:
+    return torch.randn(ROWS, width(module), generator=generator, dtype=FP32, device="cpu")
+
+
+def _as_batch(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.view(2, ROWS // 2, -1).to(dtype).requires_grad_()
 
 
 # RMSNorm layers with a gate (Qwen3-Next, Kimi Linear, Mamba-2 hybrids): found by structure, proved on a miniature.
@@ -283,13 +281,11 @@ def patch_gated_norms(model: nn.Module, options: PatchOptions, replacements: Rep
     if not options.rms_norm:
         return
     prove = once_for_equal_widths(prove_gated_norm)
-    for module, rule in structure.candidates(model, replacements, looks_like_a_gated_norm, prove):
-        if isinstance(rule, str):
-            report.leave(type(module).__name__, rule)
-            replacements.claim(module)  # norms.py would say that it has two inputs
-        else:
-            replacements.forward(module, gated_norm_forward(rule))
-            report.swap(GATED_KIND)
+    for module, rule in structure.proved_layers(model, replacements, report, looks_like_a_gated_norm, prove):
+        replacements.forward(module, gated_norm_forward(rule))
+        report.swap(GATED_KIND)
+    for module in filter(looks_like_a_gated_norm, model.modules()):
+        replacements.claim(module)  # also those that stay, of which `patch_norms` would say that they have two inputs
 
 
 def gated_norm_forward(rule: GatedNormRule) -> Callable[..., Tensor]:
@@ -337,7 +333,9 @@ def _check_gated(module: nn.Module, rule: GatedNormRule) -> tuple[int, str | Non
         return 0, f"its {width(module)} columns are no {groups} groups"
     for passed, (dtype, weight_dtype, autocast) in enumerate(CASES):
         with structure.on_miniatures(autocast):
-            small, (x, gate) = norm_miniature(module, weight_dtype), _gated_inputs(module, dtype)
+            small, generator = norm_miniature(module, weight_dtype), torch.Generator().manual_seed(0)
+            x, gate = _rows(module, generator).mul_(_SIZES), _rows(module, generator) * 2
+            x, gate = _as_batch(x, dtype), _as_batch(gate, dtype)
             try:
                 theirs = type(small).forward(small, x, gate)
             except Exception as error:
@@ -351,12 +349,3 @@ def _check_gated(module: nn.Module, rule: GatedNormRule) -> tuple[int, str | Non
         if refused is not None:
             return passed, f"it is neither norm(x) * act(gate) nor norm(x * act(gate)): {refused}"
     return len(CASES), None
-
-
-def _gated_inputs(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Draw x and the gate (2, ROWS / 2, H): x from rows so small that only eps counts to rows so large that not."""
-    generator = torch.Generator().manual_seed(0)
-    x, gate = (torch.randn(ROWS, width(module), generator=generator, dtype=FP32, device="cpu") for _ in range(2))
-    x *= torch.logspace(-5, 2, ROWS, dtype=FP32, device="cpu")[:, None]
-    x, gate = (y.view(2, ROWS // 2, -1).to(dtype).requires_grad_() for y in (x, gate * 2))
-    return x, gate

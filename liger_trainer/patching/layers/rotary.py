@@ -22,7 +22,7 @@ from ...kernels.rope import rope, rope_reference
 from ..structure import on_miniatures
 from .deferred_norm import DeferredNorm, norm_and_rotate
 
-# What a rotary embedding makes of one cosine for each pair, (..., R/2): all, then all again (Llama); each beside its
+# What a rotary embedding makes of one cosine for each pair, (..., R/2): all, then all again (Llama); each next to its
 # copy (Cohere); or all once (GPT-OSS).
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "halves": lambda x: torch.cat((x, x), -1),
@@ -82,6 +82,10 @@ _RULES = (
     RotaryRule(first_half=True, regroups=True),
     RotaryRule(half_width=True, regroups=True),
 )
+# of functions that take one complex tensor, whose signature does not say where the heads are
+_COMPLEX_RULES = tuple(
+    RotaryRule(i, half_width=True, complex_angles=True, heads_dim=d) for d in (1, 2) for i in (True, False)
+)
 
 
 @dataclass(frozen=True)
@@ -139,31 +143,25 @@ def rotate(
         cos, sin: (B or 1, S, R).
         plain: compute by the op's reference, as the proof wants it.
     """
-    op = rope_reference if plain else rope
     cos, sin = rule.read(cos, sin)
     if isinstance(q, DeferredNorm) and isinstance(k, DeferredNorm) and not rule.regroups:
         together = norm_and_rotate(q, k, cos, sin, heads_dim, rule.promotes, rule.options())
         if together is not None:
             return together
     q, k = (_promoted(x.compute() if isinstance(x, DeferredNorm) else x, cos, rule) for x in (q, k))
-    if rule.trailing:
-        return _rotate_last(rule, q, k, cos, sin, heads_dim, plain)
+    if rule.trailing:  # as many of the last columns as there are angles
+        first = q.shape[-1] - cos.shape[-1] * (2 if rule.half_width else 1)
+        rule = dataclasses.replace(rule, trailing=False)
+        rotated = rotate(rule, q[..., first:], k[..., first:], cos, sin, heads_dim, plain)
+        q, k = (torch.cat((x[..., :first], y), -1) if first else y for x, y in zip((q, k), rotated, strict=True))
+        return q, k
     if rule.regroups:
         q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+    op = rope_reference if plain else rope
     if heads_dim == 1:
         return op(q, k, cos, sin, **rule.options())
     q, k = op(q.transpose(1, 2), k.transpose(1, 2), cos, sin, **rule.options())
     return q.transpose(1, 2), k.transpose(1, 2)
-
-
-def _rotate_last(
-    rule: RotaryRule, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, plain: bool
-) -> tuple[Tensor, Tensor]:
-    """Do as `rotate`, for as many of the last columns as there are angles."""
-    first = q.shape[-1] - cos.shape[-1] * (2 if rule.half_width else 1)
-    rule = dataclasses.replace(rule, trailing=False)
-    rotated = rotate(rule, q[..., first:], k[..., first:], cos, sin, heads_dim, plain)
-    return tuple(torch.cat((x[..., :first], y), -1) if first else y for x, y in zip((q, k), rotated, strict=True))  # pyright: ignore
 
 
 def _promoted(x: Tensor, cos: Tensor, rule: RotaryRule) -> Tensor:
@@ -193,8 +191,12 @@ def fits(q: Any, k: Any, cos: Any, sin: Any, heads_dim: Any) -> bool:
 @functools.cache  # one function for all layers and models, so that torch.compile sees one
 def replacement(function: Callable, rule: RotaryRule) -> Callable:
     """Return a function that is called like `function` and computed by the op."""
+    if takes_one(function):
+        return _replacement_of_one(function, rule)
     called = signature(function)
     assert isinstance(called, Signature)
+    if called.of_tower:
+        return _replacement_of_tower(function, rule)
 
     def apply_complex(q, k, freqs_cis):
         cos, sin = freqs_cis.real, freqs_cis.imag
@@ -209,13 +211,11 @@ def replacement(function: Callable, rule: RotaryRule) -> Callable:
             return function(q, k, cos, sin, *positional, **named)
         return rotate(rule, q, k, cos, sin, heads_dim)
 
-    if called.of_tower:
-        return tower_replacement(function, rule)
     return apply_complex if rule.complex_angles else apply
 
 
-def tower_replacement(function: Callable, rule: RotaryRule) -> Callable:
-    """Return a function that is called like a vision tower's `function` and computed by the op.
+def _replacement_of_tower(function: Callable, rule: RotaryRule) -> Callable:
+    """Do as `replacement`, for a vision tower's function.
 
     Towers make cosines in their own code, so the first call looks at their layout, which waits for the device once.
     """
@@ -249,25 +249,20 @@ def prove_rotary(function: Callable, layouts: frozenset[str]) -> RotaryRule | st
         function: transformers' `apply_rotary_pos_emb` of one module, or the like.
         layouts: names in LAYOUTS. The rule must hold for all of them; for any one, if none is known.
     """
+    function = _of_both(function) if takes_one(function) else function
     called = signature(function)
     if isinstance(called, str):
         return called
     if called.of_tower:
         layouts = frozenset()
     with on_miniatures():
-        for rule in _candidates(called):
+        for rule in _RULES if called.heads_dim is not None else _COMPLEX_RULES:
             wanted = layouts if called.heads_dim is not None and layouts else None
             equal = [name for name in wanted or LAYOUTS if _equal(function, called, rule, name)]
             if set(equal) == wanted or (wanted is None and equal):
                 only = equal[0] if called.of_tower else None
                 return _with_dtypes(function, called, dataclasses.replace(rule, layout=only), equal[0])
     return UNKNOWN
-
-
-def _candidates(called: Signature) -> Iterable[RotaryRule]:
-    if called.heads_dim is not None:
-        return _RULES
-    return [RotaryRule(i, half_width=True, complex_angles=True, heads_dim=d) for d in (1, 2) for i in (True, False)]
 
 
 def _inputs(layout: str, pairs: int, heads_dim: int, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, ...]:
@@ -371,11 +366,7 @@ def _layouts(rotary: Callable[..., nn.Module], config: Any) -> Iterable[str]:
         return
     for output in outputs:
         if isinstance(output, tuple) and len(output) == 2 and output[1].dim() == 3 and output[1].shape[-1] % 2 == 0:
-            yield _layout(output[1])
-
-
-def _layout(sin: Tensor) -> str:
-    return next(iter(_layouts_of_values(sin)), "once")
+            yield next(iter(_layouts_of_values(output[1])), "once")
 
 
 def _layouts_of_values(angles: Tensor) -> list[str]:
@@ -385,7 +376,7 @@ def _layouts_of_values(angles: Tensor) -> list[str]:
     return [name for name, has in (("halves", halves), ("pairs", pairs)) if has]
 
 
-# Rotary functions that rotate one tensor, as functions of queries and keys: what the proof of rotary.py takes.
+# Rotary functions that rotate one tensor. The proof takes them as functions of queries and keys.
 #
 # apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim=1)      Gemma 3n, Gemma 4
 # apply_rotary_pos_emb(tensor, sin, cos)                  GPT-J, CodeGen; the heads are before the columns
@@ -394,17 +385,11 @@ def _layouts_of_values(angles: Tensor) -> list[str]:
 _ONE = (["cos", "sin", "unsqueeze_dim"], ["sin", "cos"])  # what such a function takes after its tensor
 
 
-def is_alone(function: Callable) -> bool:
+def takes_one(function: Callable) -> bool:
     """Whether a rotary function takes one tensor."""
     return list(parameters_of(function))[1:] in _ONE
 
 
-def prove_alone(function: Callable, layouts: frozenset[str]) -> RotaryRule | str:
-    """Do as `prove_rotary`, for a function of one tensor."""
-    return prove_rotary(_of_both(function), layouts)
-
-
-@functools.cache  # one function for all layers and models, as `replacement`
 def _of_both(function: Callable) -> Callable:
     """Return a function of queries and keys that rotates each by `function`."""
     names = list(parameters_of(function))
@@ -420,9 +405,7 @@ def _of_both(function: Callable) -> Callable:
     return with_heads if "unsqueeze_dim" in names else heads_second_last
 
 
-@functools.cache
-def replacement_alone(function: Callable, rule: RotaryRule) -> Callable:
-    """Return a function that is called like `function` and computed by the op."""
+def _replacement_of_one(function: Callable, rule: RotaryRule) -> Callable:
     default = parameters_of(function).get("unsqueeze_dim")
 
     def rotated(x: Tensor | DeferredNorm, cos: Tensor, sin: Tensor, heads_dim: int) -> Tensor | None:

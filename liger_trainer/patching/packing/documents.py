@@ -62,13 +62,13 @@ def documents_come_along(come: bool = True) -> Iterator[None]:
 
 
 def numbers_of_documents(position_ids: Tensor) -> Tensor:
-    """Number the documents of each row from 0, by positions (rows, length) that begin anew in each."""
+    """Number the documents of each row from 0, by positions (rows, length) that begin again in each."""
     begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
     return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
 
 
 class Documents:
-    """Documents that lie end to end, each a sequence of its own.
+    """Documents that lie end to end, each a separate sequence.
 
     Args:
         ends: (documents + 1) int32, ascending from 0 to the number of tokens. Documents may be empty.
@@ -155,7 +155,11 @@ class DocumentMask:
         if torch.device(device) == torch.device(self.device):
             return self
         index = None if self.index is None else self.index.to(device, **how)
-        moved = DocumentMask(self.rows, self.length, index, self.window, device, lambda: _moved(self.tensor, device))
+
+        def make() -> Tensor | None:
+            return None if self.tensor is None else self.tensor.to(device)
+
+        moved = DocumentMask(self.rows, self.length, index, self.window, device, make)
         moved._read = self._read
         return moved
 
@@ -165,10 +169,6 @@ class DocumentMask:
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
         raise _NotATensor(getattr(function, "__name__", str(function)))
-
-
-def _moved(tensor: Tensor | None, device: Any) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
 
 
 class _NotATensor(ConfigError, AttributeError):
@@ -186,7 +186,7 @@ class MaskMaker:
     """A mask function of transformers' `AttentionMaskInterface`.
 
     It makes a `DocumentMask` where rows hold several documents, and where a mask would only say "causal" or "within a
-    window", as attention alone sees lengths that came with the batch. For all else it calls the mask function of
+    window", since only attention sees lengths that came with the batch. For all else it calls the mask function of
     `former`, "sdpa" or "eager".
     """
 
@@ -215,8 +215,8 @@ class MaskMaker:
         mask_function: MaskFunction = masking_utils.causal_mask_function, attention_mask: Tensor | None = None,
         use_vmap: bool = False, device: Any = "cpu", **how: Any,
     ) -> DocumentMask | None:  # fmt: skip
-        alone = attention_mask is None and not use_vmap and q_length == kv_length > 1
-        if not alone or isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
+        plain = attention_mask is None and not use_vmap and q_length == kv_length > 1
+        if not plain or isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
             return None
         structure = mask_structure(mask_function)
         if structure is None:
@@ -254,7 +254,7 @@ def former_attention(name: str, module: nn.Module) -> Any:
 
 
 def eager_of(module: nn.Module) -> Callable | None:
-    """Return the eager attention function beside the class of an attention module."""
+    """Return the eager attention function from the file of an attention module's class."""
     for kind in type(module).__mro__:
         function = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
         if function is not None:
@@ -270,7 +270,7 @@ def for_one_document(how: dict[str, Any]) -> dict[str, Any]:
 @torch.compiler.disable()
 def documents_of(ends: Any, how: dict[str, Any]) -> Documents:
     """Return the documents that came with a batch: one object for all layers, as long as the tensor is unchanged."""
-    version = version_of(ends)
+    version = version_of(ends)  # inference tensors count none: read each time
     before = _DOCUMENTS.get(ends)
     if before is None or version is None or before[0] != version:
         # `ends` itself would never go
@@ -288,18 +288,17 @@ def serves(former: Any, query: Tensor, key: Tensor, value: Tensor, how: dict[str
     """
     if query.device.type != "cuda" or any(how.get(name) is not None for name in _OF_SCORES):
         return False
-    return is_usual_attention(former) and _fits((query, key, value), how.get("dropout", 0.0))
-
-
-def _fits(tensors: tuple[Tensor, ...], dropout: float) -> bool:
-    """Whether PyTorch's FlashAttention takes such tensors on this GPU, asked once for each kind of them."""
-    query, key, _ = tensors
+    if not is_usual_attention(former):
+        return False
+    # Whether PyTorch's FlashAttention takes such tensors on this GPU: asked once for each kind of them.
+    tensors, dropout = (query, key, value), how.get("dropout", 0.0)
     grad, dtype = torch.is_grad_enabled() and query.requires_grad, _autocast_dtype(query)
     kinds = tuple((x.dtype, x.shape[1], x.shape[3]) for x in tensors)
     case = (query.device, kinds, dtype, grad, dropout > 0, torch.backends.cuda.flash_sdp_enabled())
     if case not in _FITS:
         params: Any = SDPAParams  # which has no signature for type checkers
         asked = params(*(x.to(dtype) for x in tensors), None, dropout, True, query.shape[1] != key.shape[1])
+        # % 8: PyTorch pads other widths in the function around the operation
         _FITS[case] = query.shape[3] % 8 == 0 and can_use_flash_attention(asked)
     return _FITS[case]
 
@@ -329,6 +328,7 @@ def attend(
         output = document_attention(q, k, v, documents.ends, scale=how.get("scaling"), window=window, bounds=bounds)
         return output.unflatten(0, (query.shape[0], query.shape[2]))
     ends, longest = documents.ends.to(q.device), documents.longest
+    # how many tokens before and after itself a token sees; -1: all
     left, right = (-1 if window is None else window - 1), (0 if causal else -1)
     output = FLASH_ATTENTION(
         q, k, v, ends, ends, longest, longest, how.get("dropout", 0.0), causal and window is None, False,

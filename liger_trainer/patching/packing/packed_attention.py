@@ -108,10 +108,12 @@ class PackedAttention:
         former = flash.former_attention(self.former, module)
         causal, ends = how.get("is_causal", getattr(module, "is_causal", True)), how.get("cu_seq_lens_q")
         mask = attention_mask if isinstance(attention_mask, DocumentMask) else None
+        # Eager attention needs a mask for every row, so it gets our object for rows of one document, too.
         if mask is not None and ends is None and self.former == "eager":
             mask.read(how.get("position_ids"))
             if mask.index is None:
                 return former(module, query, key, value, mask.tensor, **how)
+        # A call that is not causal, cross-attention for example, may carry ends that are not of its keys.
         packed = mask is not None or (causal and ends is not None)
         if packed and query.shape[2] != key.shape[2]:
             raise ConfigError("Packed rows were given with keys of earlier calls. Call the model with use_cache=False.")
@@ -131,28 +133,25 @@ class PackedAttention:
         if how.get("position_bias") is not None:
             raise ConfigError("Packed rows go with no bias by position. Set `packing: false`.")
         how = flash.for_one_document(how)
+        # (1, heads, tokens of one document, width) each. Waits for the device.
         lengths = [length for length in documents.lengths if length]
         in_one_row = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(lengths, dim=2) for x in rows]
-        outputs = [
-            former(module, *parts, self._mask_of_one(parts[0], window), **how)[0]
-            for parts in zip(*in_one_row, strict=True)
-        ]
+        make_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS[self.former]
+        function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+        outputs = []
+        for length, *parts in zip(lengths, *in_one_row, strict=True):
+            mask = make_mask(  # None where sdpa's `is_causal` says it
+                batch_size=1, q_length=length, kv_length=length, local_size=window, mask_function=function,
+                dtype=parts[0].dtype, device=parts[0].device,
+            )  # fmt: skip
+            outputs.append(former(module, *parts, mask, **how)[0])
         return torch.cat(outputs, dim=1).unflatten(1, (rows[0].shape[0], -1)).squeeze(0)
-
-    def _mask_of_one(self, query: Tensor, window: int | None) -> Tensor | None:
-        """Return the mask of one document, None where sdpa's `is_causal` says it."""
-        length = query.shape[2]
-        make: Any = ALL_MASK_ATTENTION_FUNCTIONS[self.former]
-        return make(
-            batch_size=1, q_length=length, kv_length=length, local_size=window, dtype=query.dtype, device=query.device,
-            mask_function=causal_mask_function if window is None else sliding_window_causal_mask_function(window),
-        )  # fmt: skip
 
 
 def attend_by_positions(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **how: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute sdpa within the documents of rows, told by `position_ids` (rows, length) alone.
+    """Compute sdpa within the documents of rows, told only by `position_ids` (rows, length).
 
     Around it DeepSpeed makes whole rows of slices, their positions too, and nothing else. This waits for the device.
     """
@@ -162,12 +161,8 @@ def attend_by_positions(
     return PackedAttention("sdpa")(module, query, key, value, None, **{**how, "cu_seq_lens_q": documents.ends})
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
-
-
 AttentionInterface.register(OF_SLICES, attend_by_positions)
-AttentionMaskInterface.register(OF_SLICES, _no_mask)  # pyright: ignore[reportArgumentType]
+AttentionMaskInterface.register(OF_SLICES, lambda *_, **__: None)  # pyright: ignore[reportArgumentType]
 for _former, _name in NAMES.items():
     AttentionInterface.register(_name, PackedAttention(_former))
     AttentionMaskInterface.register(_name, MaskMaker(_former))  # pyright: ignore[reportArgumentType]

@@ -26,7 +26,7 @@ _ATTENTION = (
     "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse",
     "deepseek_sparse_attention", "moe",
 )  # fmt: skip
-# Families whose own attention, beside the interface, starts anew where positions do.
+# Families whose own attention, which doesn't go through the interface, starts from 0 where positions do.
 _APART = ("codegen", "git", "gpt_neo", "gpt_neox_japanese", "gptj")
 # Families that hand the documents to the kernels of their other layers. transformers (5.23, not yet 5.17) refuses to
 # run packed rows without these kernels.
@@ -34,7 +34,7 @@ _HAND_OVER = (
     "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h",
     "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "zamba", "zamba2",
 )  # fmt: skip
-# Families whose masks are made without positions: lengths alone tell their attention where documents end.
+# Families whose masks are made without positions: only lengths tell their attention where documents end.
 _BLIND = (
     "afmoe", "bert", "bert-generation", "biogpt", "camembert", "data2vec-text", "electra", "ernie", "gpt_oss", "opt",
     "roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl",
@@ -139,8 +139,8 @@ def _guarded(module: Any) -> Iterator[Any]:
 #
 # Around attention, the ranks exchange slices of all heads for whole rows of some heads. DeepSpeed puts that in the
 # place of an attention function of transformers, with the heads and the batch of the one model that it prepares, and in
-# train mode alone. A teacher may have other heads, and is in eval mode: it would silently read slices. So `SlicedRows`
-# lends it an exchange of its own while it reads a batch of slices.
+# train mode only. A teacher may have other heads, and is in eval mode: it would silently read slices. So `SlicedRows`
+# lends it a separate exchange while it reads a batch of slices.
 
 
 def why_not_sliced(model: Any) -> str | None:

@@ -1,6 +1,6 @@
 """Load, split, check, count and hash the rows of a run, before any weight is loaded.
 
-Rows have one of the forms that `SFTTrainer` takes, or that of ShareGPT or Alpaca, which `chat_rows` converts. A row of
+Rows have one of the forms that `SFTTrainer` takes, or ShareGPT's or Alpaca's, which `chat_rows` converts. A row of
 another form is an error that says where the row stands, not a stack trace an hour later.
 """
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 OF_TRAINING = "weight_column"
+# Keys that name a column of the rows, the last one only of the training rows.
 NAMING = ("teacher_column", "teacher_prompt_column", OF_TRAINING)
-"""Keys that name a column of the rows, the last one of the training rows alone."""
 EVERY = "every token"
 USERS_TOO = "every message, the user's too"
 
@@ -50,33 +50,24 @@ class DataFacts:
     """What is known about the rows; printed at the start and written to metrics.json."""
 
     name: str
-    form: str
-    """messages, prompt-completion, text, input_ids or prompt, as the trainer reads them"""
-    columns: tuple[str, ...]
-    """all columns of the dataset"""
+    form: str  # messages, prompt-completion, text, input_ids or prompt, as the trainer reads them
+    columns: tuple[str, ...]  # all columns of the dataset
     columns_used: tuple[str, ...]
     train_rows: int
     test_rows: int
-    held_out: str
-    """how the test rows were chosen"""
+    held_out: str  # how the test rows were chosen
+    # over the used rows as JSON lines with sorted keys, train before test, without columns that settings name
     sha256: str
-    """over the used rows as JSON lines with sorted keys, train before test, without columns that settings name"""
     licence: str | None
-    learned: str
-    """what of a row is supervised, in words"""
-    test_rows_seen_in_training: int
-    """held-out rows that equal a training row"""
-    train_rows_repeated: int = 0
-    """training rows that equal an earlier one"""
-    test_rows_repeated: int = 0
-    """held-out rows that equal an earlier one"""
+    learned: str  # what of a row is supervised, in words
+    test_rows_seen_in_training: int  # held-out rows that equal a training row
+    train_rows_repeated: int = 0  # training rows that equal an earlier one
+    test_rows_repeated: int = 0  # held-out rows that equal an earlier one
     blank_lines_skipped: int = 0
-    rows_skipped: int = 0
-    """wrong rows that `bad_rows: skip` left out"""
+    rows_skipped: int = 0  # wrong rows that `bad_rows: skip` left out
+    # for each kind of problem, how many rows have it and where they are
     rows_skipped_for: dict[str, str] = field(default_factory=dict)
-    """for each kind of problem, how many rows have it and where they are"""
-    images: str | None = None
-    """the column with the images of a row"""
+    images: str | None = None  # the column with the images of a row
 
 
 @dataclass(frozen=True)
@@ -151,12 +142,16 @@ def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> Run
 
 
 def _further_columns(config: "RunConfig", train: "Dataset", test: "Dataset", used: Sequence[str]) -> list[str]:
-    """Return the columns that settings name beside those that are used.
+    """Return the columns that settings name, but for those that are used.
 
     Raises:
-        DataError: the held-out rows lack a column that they need.
+        DataError: the rows lack a column that they need.
     """
-    named = _named_columns(config, train)
+    named = {key: config[key] for key in NAMING if config.values.get(key) is not None}
+    for key, column in named.items():
+        if column not in train.column_names:
+            have = ", ".join(train.column_names)
+            raise DataError(f"the training rows have no column {column!r}, which {key} names; they have {have}.")
     missing = [c for c in (*used, *(named.values())) if c not in test.column_names and c != named.get(OF_TRAINING)]
     if missing:
         raise DataError(f"the held-out rows have no column {missing[0]!r}, which the training rows have.")
@@ -164,7 +159,7 @@ def _further_columns(config: "RunConfig", train: "Dataset", test: "Dataset", use
 
 
 def _with_images(config: "RunConfig", source: LoadedDataset) -> LoadedDataset:
-    """Return the splits with undecoded images, whose files are looked for beside the dataset."""
+    """Return the splits with undecoded images, whose files are looked for next to the dataset."""
     path = Path(config["dataset_name"] or "").expanduser()
     folder = path if path.is_dir() else path.parent if path.is_file() else None
     return replace(source, splits={name: undecoded(rows, folder) for name, rows in source.splits.items()})
@@ -238,16 +233,6 @@ def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
         extras = OPTIONAL_COLUMNS.get("messages" if chat_prompts else form, CHAT_COLUMNS)
         return form, (*needed, *(c for c in (*extras, images) if c in have))
     raise DataError(no_usable_column(have, text))
-
-
-def _named_columns(config: "RunConfig", train: "Dataset") -> dict[str, str]:
-    """Return the columns that settings name, by their keys."""
-    named = {key: config[key] for key in NAMING if config.values.get(key) is not None}
-    for key, column in named.items():
-        if column not in train.column_names:
-            have = ", ".join(train.column_names)
-            raise DataError(f"the training rows have no column {column!r}, which {key} names; they have {have}.")
-    return named
 
 
 def _check_mask_options(config: "RunConfig", train: "Dataset", form: str) -> None:

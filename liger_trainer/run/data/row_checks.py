@@ -167,12 +167,10 @@ class BadRows:
     """Wrong rows, with their places, by kind of problem: `bad_rows` says whether they are an error or left out."""
 
     skip: bool = False
-    vocabulary: int | None = None
-    """how many tokens the model has, for rows that are tokenized already"""
+    vocabulary: int | None = None  # how many tokens the model has, for rows that are tokenized already
+    # whether rows are trained on; of others only that they can be read is checked, and none may be left out
     to_train: bool = True
-    """whether rows are trained on; of others only that they can be read is checked, and none may be left out"""
-    places: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
-    """of each kind, file or split and number"""
+    places: dict[str, list[tuple[str, int]]] = field(default_factory=dict)  # of each kind, file or split and number
     examples: dict[str, str] = field(default_factory=dict)
 
     def add(self, place: tuple[str, int], problem: str) -> None:
@@ -226,7 +224,7 @@ def form_of(have: Sequence[str], text: str, text_given: bool, prompts: bool) -> 
 
     Args:
         text: the column of plain text; `text_given`: whether the configuration names it.
-        prompts: whether rows may be prompts alone.
+        prompts: whether rows may be prompts only.
     """
     alpaca = ("alpaca", ALPACA)
     forms = (

@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ... import plugins
 from ...errors import ConfigError, DataError
+from ...plugins import DEMO
 from ...trainers.chat_rows import JsonAsWritten, encoded
 from .row_checks import BadRows, form_of, kind_of, learned_answers, row_problem
 
@@ -34,7 +36,7 @@ def place_in(path: Path, lines: Sequence[int] | None, index: int) -> tuple[str, 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of a UTF-8 text with their numbers, from 1.
 
-    A line ends with a line feed, alone or after a carriage return. U+2028, U+0085 and others that `str.splitlines`
+    A line ends with a line feed, with or without a carriage return. U+2028, U+0085 and others that `str.splitlines`
     takes for an end may stand within a string. A byte order mark is left out.
 
     Raises:
@@ -223,8 +225,8 @@ _TEXTS = ("prompt", "completion", "instruction", "input", "output", "system")
 _FILE_OF_ARROW = b"ARROW1"  # how an IPC file (Feather) begins; `save_to_disk` writes IPC streams
 
 
+# A file or split, with braces for a number, and the number of row i of a split in it.
 Place = Callable[[str, int], tuple[str, int]]
-"""A file or split, with braces for a number, and the number of row i of a split in it."""
 
 
 @dataclass(frozen=True)
@@ -252,9 +254,9 @@ def load_source(config: "RunConfig", bad: BadRows) -> LoadedDataset:
     if config["datasets"]:
         return _load_mixture(config)
     path = Path(name).expanduser()
-    if config["dataset_config"] is not None and (name.startswith("demo:") or path.exists()):
+    if config["dataset_config"] is not None and (name.startswith(DEMO) or path.exists()):
         raise config.error("dataset_config", f"has no effect: {name} is not a dataset of the hub.")
-    if name.startswith("demo:"):
+    if name.startswith(DEMO):
         return _load_demo(config)
     if path.is_file():
         return _load_files(config, bad, {"train": [path]})
@@ -274,10 +276,8 @@ def _row_of(split: str, index: int) -> tuple[str, int]:
 
 
 def _load_demo(config: "RunConfig") -> LoadedDataset:
-    from .demo import demo_dataset
-
     try:
-        demo = demo_dataset(config["dataset_name"].removeprefix("demo:"))
+        demo = plugins.load(DEMO).demo_dataset(config["dataset_name"].removeprefix(DEMO))
     except ConfigError as error:
         raise config.error("dataset_name", str(error)) from None
     held_out = f"{len(demo.held_out_modules)} whole modules: {', '.join(demo.held_out_modules)}"

@@ -1,4 +1,4 @@
-"""Draw the charts of a report: as a PNG, and for the page as an SVG for each thing that a curve can be over.
+"""The charts of a report: which there are, and drawn as a PNG, and for the page as an SVG for each kind of x axis.
 
 A chart is drawn in light colours. Its PNG has a white background; in its SVG the colours are CSS variables of the page,
 which has other values for them in dark mode. The page shows one SVG of a chart at a time.
@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from .read_run import RunRecord, number
-from .tables import duration, has_other_name
+from .tables import RunRecord, duration, has_other_name, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 
 
 Axis = Literal["step", "tokens", "time"]
+# What a curve can be over: optimizer steps; tokens trained on; seconds of training, evaluations and saves left out.
 AXES: tuple[Axis, ...] = ("step", "tokens", "time")
-"""What a curve can be over: optimizer steps; tokens trained on; seconds of training, evaluations and saves left out."""
+# One for each run; of a single run, for training, evaluation and teacher.
 SERIES = ("#2563eb", "#d9480f", "#0a8f66", "#9333ea", "#b7791f", "#c2255c", "#0b7285", "#5c636a")
-"""One for each run; of a single run, for training, evaluation and teacher."""
 SMOOTHED_FROM = 120  # points of a training curve: from here on a running mean lies over them
 DECADES = 1.7  # from the lowest values (the 5 % quantile) to the highest: from here on a logarithmic axis
 LINE = 0.015  # width of a line, as a share of a chart's height: curves that are no further apart look the same
@@ -42,8 +41,8 @@ class Chart:
     metric: str
     title: str
     teacher: str | None = None
+    # log: logarithmic where values spread widely; linear: never; zero: likewise, from 0; percent: from 0 to 100
     axis: str = "log"
-    """log: logarithmic where values spread widely; linear: never; zero: likewise, from 0; percent: from 0 to 100"""
 
     @property
     def name(self) -> str:
@@ -81,8 +80,7 @@ class Line:
     """One line of a chart. `tokens` and `seconds` say how far the run was at each point; None if its logs do not."""
 
     label: str
-    kind: str
-    """train, eval or teacher"""
+    kind: str  # train, eval or teacher
     color: str
     steps: list[float]
     values: list[float]
@@ -204,7 +202,7 @@ def logarithmic(chart: Chart, lines: Sequence[Line]) -> bool:
 
 def different(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> list[tuple[Chart, list[Chart]]]:
     """Return the charts that look different, each with the others that look like it: a loss of one term is drawn once.
-    A term that is a metric too is left out beside it."""
+    A term that is a metric too is then left out."""
     groups: list[list[Chart]] = []
     for chart in charts:
         group = next((group for group in groups if _alike(group[0], chart, runs)), None)
@@ -310,13 +308,15 @@ _STYLE: dict[Any, Any] = {
 
 def _drawing(chart: Chart, lines: list[Line], same: Sequence[Chart], several: bool, axes: Sequence[Axis]) -> Drawing:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=SIZE, layout="constrained")
     plot = figure.add_subplot()
     curves = _plot(plot, chart, lines, several)
     notes = ["logarithmic"] if plot.get_yscale() == "log" else []
     note = ", ".join([*notes, *([f"the same curve: {', '.join(other.title for other in same)}"] if same else [])])
-    _label_steps(plot)
+    plot.set_xlabel("step")
+    plot.xaxis.set_major_locator(MaxNLocator(TICKS, steps=NICE, integer=True))
     png, svgs = io.BytesIO(), {}
     title = plot.set_title(f"{chart.title} ({note})" if note else chart.title, loc="left", fontsize=9.5)
     figure.savefig(png, format="png", dpi=160, facecolor="white")
@@ -338,13 +338,6 @@ def _unit(axis: Axis, lines: Sequence[Line]) -> tuple[str, float]:
     longest = max(max(line.over(axis)) for line in lines)
     name, unit = next((n, u) for n, u in (("h", 3600.0), ("min", 60.0), ("s", 1.0)) if longest >= 2 * u or u == 1.0)
     return f"time in training ({name})", unit
-
-
-def _label_steps(plot: "Axes") -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    plot.set_xlabel("step")
-    plot.xaxis.set_major_locator(MaxNLocator(TICKS, steps=NICE, integer=True))
 
 
 def _move(plot: "Axes", curves: "list[tuple[Line2D, int]]", places: list[list[float]], label: str) -> None:
@@ -411,7 +404,7 @@ def _running_mean(values: list[float], half: int) -> list[float]:
 
 
 def _svg(figure: "Figure", chart: Chart, axis: Axis, lines: Sequence[tuple[Line, list[float]]]) -> str:
-    """Write the figure as an element of the page, with the page's colours and font and ids of its own.
+    """Write the figure as an element of the page, with the page's colours and font, and ids that no other has.
 
     Args:
         lines: each with the places of its points.
@@ -439,15 +432,13 @@ def _svg(figure: "Figure", chart: Chart, axis: Axis, lines: Sequence[tuple[Line,
 # What a chart shows under the pointer, or under a finger: the values of the points nearest to it.
 #
 # Over the plot lie transparent strips, one for each place that has points; the one under the pointer shows its line,
-# its points and its values, by CSS alone.
-
-
+# its points and its values, by CSS without a script.
 HOVERED = 120  # places of a chart that show values, about
 FEWEST = 20  # points of a line that show theirs, where there are many lines
 NARROWEST = 0.5  # gap between places, in points of the page: nearer ones share a strip
 LEADING = 10.5  # from one line of text to the next
+# Place on the page from the left; line; index of the point in it; place from the top.
 Point = tuple[float, Line, int, float]
-"""Place on the page from the left; line; index of the point in it; place from the top."""
 
 
 def hover(figure: "Figure", lines: Sequence[tuple[Line, list[float]]]) -> str:

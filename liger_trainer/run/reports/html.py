@@ -12,13 +12,14 @@ from ... import __version__
 from ...common.files import refuse_links, write_atomically
 from ...secrets import redact
 from .drawing import SERIES, Drawing, axes_of, draw, points, reading
-from .read_run import RunRecord, Sample, names
 from .tables import (
     DISTILL_ROWS,
     OTHER_TOKENS_ROWS,
     SFT_ROWS,
+    Completion,
     Grid,
     MetricRow,
+    RunRecord,
     before_and_after,
     best_of,
     change,
@@ -31,6 +32,7 @@ from .tables import (
     figure,
     latest,
     memory,
+    names,
     of_the_same_rows,
     parameters,
     parts_of_the_time,
@@ -44,11 +46,10 @@ from .tables import (
     training_facts,
 )
 
-# What a run achieved, in sentences: how the held-out rows changed, and what the student is beside its teacher.
+# What a run achieved, in sentences: how the held-out rows changed, and how the student compares with its teacher.
 
 
-HARDLY = 0.005
-"""A relative change below this is called none: a rerun with another seed moves as much."""
+HARDLY = 0.005  # a relative change below this is called none: a rerun with another seed moves as much
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Section:
 
 
 def write_report(runs: Sequence[RunRecord], output: Path) -> Path:
-    """Write the report and, beside it, the curves: to `plots/`, or to `NAME_plots/` for a report called NAME.html.
+    """Write the report and, next to it, the curves: to `plots/`, or to `NAME_plots/` for a report called NAME.html.
 
     Raises:
         ConfigError: the report is to lie in a run's folder, in which a link leads elsewhere.
@@ -170,12 +171,15 @@ def render(runs: Sequence[RunRecord], drawings: Sequence[Drawing]) -> str:
     )
     labels = names(runs)
     samples = list(_samples(runs, labels))
+    run, judged = runs[0], None if len(runs) == 1 else _comparison(runs, labels)
+    if len(runs) == 1 and run.finished:
+        judged = verdict(run.recipe, run.before, run.after, run.models)
     return environment.get_template("report.html.jinja").render(
         title=labels[0] if len(runs) == 1 else f"{len(runs)} runs compared",
         several=len(runs) > 1,
         runs=[_header(run, label, index) for index, (run, label) in enumerate(zip(runs, labels, strict=True))],
         notes=_notes(runs, labels),
-        verdict=_verdict(runs[0]) if len(runs) == 1 else _comparison(runs, labels),
+        verdict=judged,
         cards=list(_cards(runs[0])) if len(runs) == 1 else [],
         figures=drawings,
         axes=axes_of(runs),
@@ -240,11 +244,6 @@ def _notes_on(run: RunRecord) -> Iterator[str]:
             )
         if dropped := rows.get("rows_dropped"):
             yield f"{count(dropped)} {name} rows have no supervised token left and were left out."
-
-
-def _verdict(run: RunRecord) -> Verdict | None:
-    """Return the verdict of a finished run."""
-    return verdict(run.recipe, run.before, run.after, run.models) if run.finished else None
 
 
 def _comparison(runs: Sequence[RunRecord], labels: Sequence[str]) -> Verdict | None:
@@ -316,7 +315,7 @@ def _samples(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[dict[
     """Yield each prompt with the texts of every run; a text that all runs share (teacher, before) appears once."""
     prompts = dict.fromkeys(sample.prompt for run in runs for sample in run.completions)
     for prompt in prompts:
-        samples: list[tuple[int, Sample]] = []
+        samples: list[tuple[int, Completion]] = []
         for index, run in enumerate(runs):
             samples += [(index, sample) for sample in run.completions if sample.prompt == prompt][:1]
         answers = []

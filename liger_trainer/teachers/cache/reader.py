@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...common.replacements import Replacements
 from ...errors import ConfigError, LigerTrainerError
-from ...losses.deferred_logits import DeferredLogits, Forward
+from ...losses.deferred_logits import DeferredLogits, DeferredPass
 from ...losses.model_parts import Head, device_of, output_module
 from ...patching.packing.documents import padded_on_the_right
 from .records import Draws, RecordFormat, TeacherHead
@@ -41,6 +41,7 @@ class Reader(ABC):
             ids[i, : len(row_ids)], mask[i, : len(row_ids)] = row_ids, 1
             targets[i, : len(row_ids) - 1] = labels[1:]
         counts = (targets != -100).sum(-1).tolist()
+        # Deferred logits are indexed by their hidden states, so those of other tokens are never computed.
         kept = self.logits(ids, mask)[(targets != -100).to(self.device)]
         labels = targets[targets != -100].to(self.device)
         return list(self.records(kept, labels, keys, counts).cpu().split(counts))
@@ -115,6 +116,7 @@ class TeacherReader(Reader):
         self.form, self.temperature, self.seed = form, temperature, seed
 
     def records(self, logits: Any, labels: Tensor, keys: Sequence[bytes], counts: Sequence[int]) -> Tensor:
+        # A chunk's logits, log-probabilities and sums are fp32 of the whole vocabulary, and must fit at once.
         uniform, size = self._uniform(keys, counts), max(1, _CHUNK_LOGITS // self.form.vocab_size)
         chunks = (slice(at, at + size) for at in range(0, len(labels), size))
         return torch.cat([self._records(self._computed(logits, rows), labels[rows], uniform[rows]) for rows in chunks])
@@ -130,6 +132,7 @@ class TeacherReader(Reader):
         log_p = logits.log_softmax(-1)
         label = log_p.gather(-1, labels[:, None]).squeeze(-1)
         entropy = torch.special.entr(log_p.exp()).sum(-1)
+        # one check for the whole distribution: a NaN or an infinity anywhere makes the entropy NaN
         if not bool(entropy.isfinite().all()):
             raise LigerTrainerError("The teacher's logits are NaN or infinite. Nothing of this batch was written.")
         if self.temperature != 1.0:
@@ -176,7 +179,7 @@ def _held_back(model: nn.Module, device: torch.device) -> Iterator[None]:
         raise ConfigError(f"{type(model).__name__} has no output head that can be found.")
     vocabulary = getattr(module, "out_features", None) or module.weight.shape[0]
     head = Head(torch.empty(vocabulary, 0, device="meta"), None)  # only its size is used
-    state, replacements = Forward(type(model).__name__), Replacements()
+    state, replacements = DeferredPass(type(model).__name__), Replacements()
     project = module.forward
     replacements.set(module, "forward", lambda hidden: DeferredLogits(hidden.to(device), head, project, state))
     try:

@@ -54,7 +54,7 @@ from ...compat.modules import forward_below_hook
 from ...errors import ConfigError
 from ...kernels.linear_sparse_divergence import MAX_ENTRIES
 from ...losses.answers import TokenTargets
-from ...losses.deferred_logits import DeferredLogits, Forward
+from ...losses.deferred_logits import DeferredLogits, DeferredPass
 from ...losses.model_parts import Head
 
 OFFSET = 0.25  # nats; steps are even below it and grow in proportion above it
@@ -336,11 +336,13 @@ class TeacherHead:
                 f"cache_kind: hidden stores the teacher's head as one matrix, and {why}. Merge adapters into the "
                 "teacher, leave its head unquantized, or capture with cache_kind: topk."
             )
+        # The dtype of the products, so that training from the cache rounds as the teacher did.
         dtype = autocast or torch.promote_types(logits.hidden.dtype, head.weight.dtype)
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ConfigError(
                 f"cache_kind: hidden stores bfloat16, float16 or float32; the teacher computes in {dtype}."
             )
+        # Rows of padding are no tokens, and a student's head need not have as many.
         bias = None if head.bias is None else head.bias[:vocab_size].detach()
         return cls(head.weight[:vocab_size].detach().to(dtype), bias, logits.scale, logits.softcap)
 
@@ -364,7 +366,7 @@ class TeacherHead:
 
     def logits(self, hidden: Tensor) -> DeferredLogits:
         """Return the deferred logits (..., V) of hidden states (..., H)."""
-        state = Forward("The teacher cache", running=False)
+        state = DeferredPass("The teacher cache", running=False)
         bias = None if self.bias is None else self.bias.to(self.weight.dtype)
         logits = DeferredLogits(
             hidden, Head(self.weight, self.bias), partial(F.linear, weight=self.weight, bias=bias), state

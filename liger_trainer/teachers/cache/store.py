@@ -2,7 +2,7 @@
 
     index.json                  settings, fingerprints, and of each shard its rows, tokens, bytes and SHA-256
     shard-00000.safetensors     keys (rows, 16), offsets (rows + 1,), records (tokens, bytes of a token)
-    head.safetensors            the teacher's output head, beside hidden states (hidden.py)
+    head.safetensors            the teacher's output head, with hidden states (records.py)
 
 Rows are sorted by key over all shards, so bisection finds a row. The index is rewritten after every shard, and its
 last version says that the cache is finished. Every file is written atomically, so a killed capture leaves whole files.
@@ -191,6 +191,7 @@ def read_index(path: Path) -> CacheIndex:
 
 
 def write_index(path: Path, index: CacheIndex) -> None:
+    # Keys that older versions did not know are left out where they say nothing, so that these read caches of today.
     absent: dict[str, Any] = {name: True for name in ("parts", "head") if not getattr(index, name)}
     if isinstance(index.settings, CacheSettings) and not index.settings.unknown:
         absent["settings"] = {"unknown"}
@@ -279,6 +280,7 @@ class TeacherCache:
 
     def _find(self, key: bytes) -> int | None:
         wanted = np.frombuffer(key, dtype=">u8")
+        # bisect by the first half; keys with the same half stand side by side
         row = int(np.searchsorted(self._keys[:, 0], wanted[0]))
         while row < len(self._keys) and self._keys[row, 0] == wanted[0]:
             if self._keys[row, 1] == wanted[1]:
@@ -330,7 +332,7 @@ class TeacherCache:
                 self._open[place] = safe_open(self._files[place], framework="pt")
             except (OSError, SafetensorError) as error:
                 raise self._unreadable(place, error) from None
-            if len(self._open) > _OPEN_SHARDS:
+            if len(self._open) > _OPEN_SHARDS:  # processes may hold so many maps and files open, not all of a cache's
                 self._open.popitem(last=False)
         self._open.move_to_end(place)
         return self._open[place]
@@ -392,7 +394,7 @@ class TeacherCache:
     def _refused(self, why: str) -> ConfigError:
         return ConfigError(
             f"The teacher cache {self.path} does not belong to this run: it was captured {why}. "
-            "Capture it anew with `liger-trainer cache CONFIG`, or restore the settings it was captured with."
+            "Capture it again with `liger-trainer cache CONFIG`, or restore the settings it was captured with."
         )
 
 
@@ -410,6 +412,7 @@ def check_shards(path: Path, index: CacheIndex, contents: bool) -> Iterator[Shar
 def _state(file: Path) -> tuple[int, ...]:
     """Return what becomes another when a file is written to or replaced."""
     found = os.stat(file)
+    # The time of the last change of the inode too: a copy tool may set the time of modification back.
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 

@@ -41,30 +41,14 @@ class Gpu:
 
 
 GPUS = (
-    Gpu("B200 180GB", 182642),
-    Gpu("H200 141GB", 143156),
-    Gpu("H100 80GB", 81090),
-    Gpu("A100 80GB", 81154),
-    Gpu("A100 40GB", 40337),
-    Gpu("MI300X 192GB", 196288),
-    Gpu("L40S 48GB", 45470),
-    Gpu("L40 48GB", 45470),
-    Gpu("A40 48GB", 45400),
-    Gpu("RTX A6000 48GB", 48530),
-    Gpu("RTX PRO 6000 96GB", 97250),
-    Gpu("RTX 6000 Ada 48GB", 48530),
-    Gpu("RTX 5090 32GB", 32080),
-    Gpu("RTX 4090 24GB", 24080),
-    Gpu("RTX 3090 24GB", 24110),
-    Gpu("RTX 4080 16GB", 15950),
-    Gpu("RTX 4060 Ti 16GB", 15950),
-    Gpu("RTX 3060 12GB", 11910),
-    Gpu("A10G 24GB", 22580),
-    Gpu("L4 24GB", 22570),
-    Gpu("V100 32GB", 32490, bf16=False),
-    Gpu("V100 16GB", 16140, bf16=False),
-    Gpu("T4 16GB", 14910, bf16=False),
-)
+    Gpu("B200 180GB", 182642), Gpu("H200 141GB", 143156), Gpu("H100 80GB", 81090), Gpu("A100 80GB", 81154),
+    Gpu("A100 40GB", 40337), Gpu("MI300X 192GB", 196288), Gpu("L40S 48GB", 45470), Gpu("L40 48GB", 45470),
+    Gpu("A40 48GB", 45400), Gpu("RTX A6000 48GB", 48530), Gpu("RTX PRO 6000 96GB", 97250),
+    Gpu("RTX 6000 Ada 48GB", 48530), Gpu("RTX 5090 32GB", 32080), Gpu("RTX 4090 24GB", 24080),
+    Gpu("RTX 3090 24GB", 24110), Gpu("RTX 4080 16GB", 15950), Gpu("RTX 4060 Ti 16GB", 15950),
+    Gpu("RTX 3060 12GB", 11910), Gpu("A10G 24GB", 22580), Gpu("L4 24GB", 22570), Gpu("V100 32GB", 32490, bf16=False),
+    Gpu("V100 16GB", 16140, bf16=False), Gpu("T4 16GB", 14910, bf16=False),
+)  # fmt: skip
 
 
 def gpu_named(name: str) -> Gpu:
@@ -85,6 +69,7 @@ def gpu_named(name: str) -> Gpu:
             f"--gpu: no GPU is called {name!r}. {hint}There are {', '.join(gpu.name for gpu in GPUS)}, or give its "
             "memory: --gpu 24GB."
         )
+    # Several of one memory are as good as one.
     if len({gpu.mib for gpu in matches}) > 1:
         raise ConfigError(f"--gpu: {name!r} may be {', '.join(gpu.name for gpu in matches)}: say which.")
     return matches[0]
@@ -132,20 +117,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run needs on each of its GPUs.
-
-    Attributes:
-        parts_mib: parts of the peak, largest first; `phase` says when it occurs.
-        peaks_mib: the highest point of each phase of a step.
-        tokens_per_step: of one optimizer step over all processes: the mean if rows are known, else the maximum.
-        total_tokens, steps: of the run; None if the number of rows is not known.
-        cache_mib: size of a teacher cache of the training rows for `teacher: cache`, if all tokens were supervised.
-        graphs_mib: what CUDA graphs keep beside the peak where they are recorded, which `cuda_graphs: auto` does where
-            that memory is free; None without graphs. With `cuda_graphs: always` the peak has it.
-        capture_mib: what capturing it takes on a GPU, if the teacher is named. It is no part of the run's peak.
-        fits: None without a GPU to compare with.
-        changes: settings that take less, each alone; if none is enough, the last combines several.
-    """
+    """What a run needs on each of its GPUs."""
 
     source: str
     recipe: str
@@ -157,17 +129,22 @@ class Estimate:
     sharding: Sharding
     peak_mib: float
     phase: str
-    parts_mib: dict[str, float]
-    peaks_mib: dict[str, float]
-    tokens_per_step: int
+    parts_mib: dict[str, float]  # parts of the peak, largest first; `phase` says when it occurs
+    peaks_mib: dict[str, float]  # the highest point of each phase of a step
+    tokens_per_step: int  # of one optimizer step over all processes: the mean if rows are known, else the maximum
     steps: int | None
-    total_tokens: int | None
+    total_tokens: int | None  # total_tokens, steps: of the run; None if the number of rows is not known
+    # size of a teacher cache of the training rows for `teacher: cache`, if all tokens were supervised
     cache_mib: float | None
     unknown: str
+    # what CUDA graphs keep besides the peak where they are recorded, which `cuda_graphs: auto` does where that memory
+    # is free; None without graphs. With `cuda_graphs: always` the peak has it.
     graphs_mib: float | None = None
+    # what capturing it takes on a GPU, if the teacher is named. It is no part of the run's peak.
     capture_mib: float | None = None
     gpu: Gpu | None = None
-    fits: bool | None = None
+    fits: bool | None = None  # None without a GPU to compare with
+    # settings that take less, each by itself; if none is enough, the last combines several
     changes: tuple[Change, ...] = ()
 
 
@@ -187,6 +164,10 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
     parts = {part: size / MIB for part, size in peak.parts.most_common() if size}
     fits = None if gpu is None else peak.bytes / MIB <= gpu.usable_mib
     changes = _changes(config, lengths, gpu, peak.bytes / MIB) if gpu is not None and not fits else ()
+    capture_mib, capture = None, capture_spec(config, spec, bf16)
+    if capture is not None:
+        reading, logits_bytes = capture
+        capture_mib = (simulate_reading(reading).bytes + logits_bytes + LIBRARIES[1]) / MIB
     return Estimate(
         source=config.source,
         recipe=config.recipe,
@@ -202,7 +183,7 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
         peaks_mib={name: p.bytes / MIB for name, p in sharding.per_process(memory).items()},
         **_tokens(config, spec, lengths, sharding),
         graphs_mib=None if memory.graphs_bytes is None else memory.graphs_bytes / MIB,
-        capture_mib=_capture_mib(config, spec, bf16),
+        capture_mib=capture_mib,
         gpu=gpu,
         fits=fits,
         changes=changes,
@@ -218,16 +199,9 @@ def highest(memory: StepMemory, sharding: Sharding) -> tuple[str, Peak]:
     return phase, Peak(peak.bytes + size, parts)
 
 
-def _capture_mib(config: "RunConfig", spec: StepSpec, bf16: bool) -> float | None:
-    capture = capture_spec(config, spec, bf16)
-    if capture is None:
-        return None
-    reading, logits = capture
-    return (simulate_reading(reading).bytes + logits + LIBRARIES[1]) / MIB
-
-
 def _longest(config: "RunConfig", lengths: RowLengths | str) -> tuple[int, bool]:
     """Return the tokens of the longest row of a batch, and whether others may be shorter."""
+    # TRL cuts rows at max_length; packed rows are all that long.
     limit = config["max_length"]
     longest_row = shortest = None
     if isinstance(lengths, RowLengths) and not config["packing"]:
@@ -249,6 +223,7 @@ def _tokens(config: "RunConfig", spec: StepSpec, lengths: RowLengths | str, shar
     else:
         mean, epoch_rows = min(lengths.mean, longest), lengths.rows
         if config["packing"]:
+            # Packed rows are full, but for the last.
             epoch_rows, mean = math.ceil(lengths.rows * mean / longest), float(longest)
         if config.recipe == "distill" and config["teacher"] == "cache":
             assert spec.teacher_records is not None
@@ -268,14 +243,15 @@ def _tokens(config: "RunConfig", spec: StepSpec, lengths: RowLengths | str, shar
 
 
 def _changes(config: "RunConfig", lengths: RowLengths | str, gpu: Gpu, peak_mib: float) -> tuple[Change, ...]:
-    """Try each change alone; if none is enough, add one after another until the run fits.
+    """Try each change by itself; if none is enough, add one after another until the run fits.
 
-    A change that takes more alone may help after others: smaller batches, if few gradients are left to keep.
+    A change that takes more by itself may help after others: smaller batches, if few gradients are left to keep.
     """
     tried = [c for c in (_changed(config, change, lengths, gpu) for change in _candidates(config)) if c is not None]
     less = tuple(change for change in tried if change.peak_mib < peak_mib)
     if any(change.fits for change in less):
         return less
+    # Each change is cheap by itself; together they may be what fits.
     together: tuple[str, ...] = ()
     for change in tried:
         together += tuple(setting for setting in change.settings if setting not in together)
@@ -291,6 +267,7 @@ def _candidates(config: "RunConfig") -> Sequence[tuple[str, ...]]:
     if not config["gradient_checkpointing"]:
         candidates += [("memory=lean",), CHANGES[0] if config["memory"] == FAST else (*CHANGES[0], "memory=fast")]
     if rows > 1:
+        # Half of the rows, and as many steps of accumulation more: the batch stays as large.
         less = -(-rows // 2)
         more = math.ceil(rows * accumulation / less)
         candidates.append((f"per_device_train_batch_size={less}", f"gradient_accumulation_steps={more}"))
@@ -307,6 +284,7 @@ def _changed(config: "RunConfig", settings: tuple[str, ...], lengths: Any, gpu: 
     """Simulate the changed settings; None if they are refused or change nothing."""
     try:
         changed = load_run_config(config.source, [*config.overrides, *settings])
+        # The configuration has it already.
         if all(changed[key] == config[key] for key in (s.partition("=")[0] for s in settings)):
             return None
         memory = simulate(step_spec(changed, *_longest(changed, lengths), gpu.bf16))

@@ -55,45 +55,28 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What the memory of a step depends on.
+    """What the memory of a step depends on."""
 
-    Attributes:
-        student, teacher: the models.
-        rows, length: of a batch on one device; `length` is in tokens.
-        masked: attention gets a mask, since rows differ in length or are packed.
-        by_lengths: packed rows are read by the lengths of their documents, so that windows take no mask either.
-        supervised: tokens of a row that have a label.
-        accumulation: micro-batches a step.
-        peft: configuration of the student's adapters.
-        loss: distillation, smoothing.
-        autocast: its dtype; None without autocast.
-        checkpointing: keywords of `gradient_checkpointing_enable`; None without checkpointing.
-        optimizer: makes one from parameter groups.
-        teacher_records: the format of a teacher cache, which makes the records of a batch.
-        teaches_itself: the teacher is the student without its adapters.
-        remake_every: in every n-th decoder layer the MLP makes gate and up again; 0: in none.
-        quantises: linear layers hold quantised numbers, and their weights lie beside them.
-        cuda_graphs: `auto`, `always` or `never`.
-    """
-
-    student: ModelSpec
-    rows: int
+    student: ModelSpec  # student, teacher: the models
+    rows: int  # rows, length: of a batch on one device; `length` is in tokens
     length: int
-    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-    supervised: int | None = None
-    masked: bool = False
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # makes one from parameter groups
+    supervised: int | None = None  # tokens of a row that have a label
+    masked: bool = False  # attention gets a mask, since rows differ in length or are packed
+    # packed rows are read by the lengths of their documents, so that windows take no mask either
     by_lengths: bool = False
-    accumulation: int = 1
+    accumulation: int = 1  # micro-batches a step
     teacher: ModelSpec | None = None
-    teacher_records: Any = None
-    teaches_itself: bool = False
-    remake_every: int = 0
-    quantises: bool = False
-    cuda_graphs: str = NEVER
-    peft: Any = None
+    teacher_records: Any = None  # the format of a teacher cache, which makes the records of a batch
+    teaches_itself: bool = False  # the teacher is the student without its adapters
+    remake_every: int = 0  # in every n-th decoder layer the MLP makes gate and up again; 0: in none
+    quantises: bool = False  # linear layers hold quantised numbers, and their weights are kept too
+    cuda_graphs: str = NEVER  # `auto`, `always` or `never`
+    peft: Any = None  # configuration of the student's adapters
     patch: PatchOptions = field(default_factory=PatchOptions)
-    loss: LossOptions = field(default_factory=LossOptions)
-    autocast: torch.dtype | None = None
+    loss: LossOptions = field(default_factory=LossOptions)  # distillation, smoothing
+    autocast: torch.dtype | None = None  # its dtype; None without autocast
+    # keywords of `gradient_checkpointing_enable`; None without checkpointing
     checkpointing: dict[str, Any] | None = None
     max_grad_norm: float = 1.0
 
@@ -108,8 +91,8 @@ class StepMemory:
     """Peaks by phase, numbers of parameters, and bytes of the trained weights, and of the largest layer and the output
     head in the format that they compute in; `tied`: the head is the embedding.
 
-    graphs_bytes: what CUDA graphs of the decoder layers keep beside the highest peak, since their memory is apart; None
-        without graphs. Where they are recorded always, the peaks have it too.
+    graphs_bytes: what CUDA graphs of the decoder layers keep besides the highest peak, since their memory is separate;
+        None without graphs. Where they are recorded always, the peaks have it too.
     """
 
     peaks: dict[str, Peak]
@@ -129,10 +112,8 @@ def simulate(spec: StepSpec) -> StepMemory:
     Raises:
         ConfigError: a model cannot be built, or its computation depends on values.
     """
-    fake, tracker = FakeTensorMode(), MemoryTracker()
-    _register_attention()
-    with warnings.catch_warnings(), as_bitsandbytes():
-        warnings.simplefilter("ignore")
+    with _stand_ins():
+        fake, tracker = FakeTensorMode(), MemoryTracker()
         student = _student(spec)
         teacher = _teacher(spec) if spec.teacher is not None else None
         with fake:
@@ -166,11 +147,9 @@ def simulate(spec: StepSpec) -> StepMemory:
 
 
 def simulate_reading(spec: StepSpec) -> Peak:
-    """Return the highest point of a forward of the teacher alone over a batch, without logits: what a capture does."""
-    fake, tracker = FakeTensorMode(), MemoryTracker()
-    _register_attention()
-    with warnings.catch_warnings(), as_bitsandbytes():
-        warnings.simplefilter("ignore")
+    """Return the highest point of a forward of only the teacher over a batch, without logits: what a capture does."""
+    with _stand_ins():
+        fake, tracker = FakeTensorMode(), MemoryTracker()
         teacher = _teacher(spec)
         with fake:
             _allocate(teacher)
@@ -182,11 +161,16 @@ def simulate_reading(spec: StepSpec) -> Peak:
     return tracker.peaks["teacher"]
 
 
-def _register_attention() -> None:
+@contextlib.contextmanager
+def _stand_ins() -> Iterator[None]:
+    """Within it, models of transformers may be built with our stand-ins, which warn of nothing."""
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, attention_mask)
     AttentionInterface.register(BY_LENGTHS, attention)
     AttentionMaskInterface.register(BY_LENGTHS, lambda *args, **kwargs: None)  # pyright: ignore[reportArgumentType]
+    with warnings.catch_warnings(), as_bitsandbytes():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _autocast(dtype: torch.dtype | None) -> Any:
@@ -196,16 +180,15 @@ def _autocast(dtype: torch.dtype | None) -> Any:
 class _TrainerSteps:
     """The highest moments of a Trainer's steps, each once.
 
-    A micro-batch peaks as the last of its step, beside the gradients of those before it. The optimizer peaks in the
+    A micro-batch peaks as the last of its step, with the gradients of those before it. The optimizer peaks in the
     second step, when its state exists. What lies in memory during a whole micro-batch raises its peaks and does not
     move them, so it is added at the end.
     """
 
-    def __init__(
-        self, spec: StepSpec, student: Any, teacher: Any, tracker: MemoryTracker, resident: list[Tensor]
-    ):  # fmt: skip
+    def __init__(self, spec: StepSpec, student: Any, teacher: Any, tracker: MemoryTracker, resident: list[Tensor]):
         self.spec, self.student, self.teacher, self.tracker = spec, student, teacher, tracker
         self.trained = [p for p in student.parameters() if p.requires_grad]
+        # By id: tensors compare by their numbers, of which there are none.
         frozen = {id(p) for p in student.parameters()} - {id(p) for p in self.trained}
         tracker.add((p for p in student.parameters() if id(p) in frozen), "student weights")
         tracker.add(self.trained, "adapter weights" if spec.peft is not None else "student weights")
@@ -224,7 +207,8 @@ class _TrainerSteps:
         self.graphed = [model for model in (student, teacher) if model is not None and _has_graphs(model, spec)]
         for model in self.graphed:
             _Pool("student" if model is student else "teacher", tracker).watch(layers_of(base_of(model)))
-        _decoder(student).register_forward_hook(lambda *_: tracker.enter("loss"))
+        base_of(student).get_decoder().register_forward_hook(lambda *_: tracker.enter("loss"))
+        # As Trainer has them: without weight decay for biases and norms.
         groups = [[p for p in self.trained if p.ndim > 1], [p for p in self.trained if p.ndim <= 1]]
         self.optimizer = spec.optimizer([{"params": group} for group in groups if group])
 
@@ -238,9 +222,14 @@ class _TrainerSteps:
             for parameter in self.trained:
                 parameter.grad = torch.empty_like(parameter)
                 tracker.add([parameter.grad], "gradients")
-        self._micro_batch()
+        with tracker.during("forward", "activations"):
+            loss = self._loss()
+            with tracker.during("backward", "in the backward"):
+                loss.backward()
+                tracker.pool = None
         unused = -self._drop_unused_gradients()
         phases = [*tracker.peaks.values()]
+        # The state of the optimizer is made in the first step, and there during the second.
         for _ in range(2):
             with tracker.during("optimizer", "optimizer temporaries"):
                 if self.spec.max_grad_norm:
@@ -249,10 +238,12 @@ class _TrainerSteps:
                 tracker.add(_states(self.optimizer), "optimizer state")
         for peak in phases:
             peak.add("gradients", unused)
+            # From the second step on it is there in each phase.
             peak.add("optimizer state", tracker.live["optimizer state"])
 
     def graphs_bytes(self) -> int | None:
-        """See `StepMemory`. Pools keep their memory through the whole step, and what is outside of them peaks alone."""
+        """See `StepMemory`."""
+        # Pools keep their memory through the whole step, and what is outside of them peaks separately.
         if not self.graphed:
             return None
         tracker, state = self.tracker, self.tracker.live["optimizer state"]
@@ -267,14 +258,6 @@ class _TrainerSteps:
             if parameter not in self.used:
                 parameter.grad = None
         return before - self.tracker.live["gradients"]
-
-    def _micro_batch(self) -> None:
-        tracker = self.tracker
-        with tracker.during("forward", "activations"):
-            loss = self._loss()
-            with tracker.during("backward", "in the backward"):
-                loss.backward()
-                tracker.pool = None
 
     def _loss(self) -> Tensor:
         spec = self.spec
@@ -295,8 +278,8 @@ class _TrainerSteps:
         teacher = base_of(self.student) if spec.teaches_itself else self.teacher
         if teacher is None:
             return {}
-        alone = without_adapters(self.student) if spec.teaches_itself else contextlib.nullcontext()
-        with self.tracker.during("teacher", "teacher activations"), alone, _autocast(spec.autocast):
+        as_teacher = without_adapters(self.student) if spec.teaches_itself else contextlib.nullcontext()
+        with self.tracker.during("teacher", "teacher activations"), as_teacher, _autocast(spec.autocast):
             return {"teacher_logits": teacher_logits(teacher, teacher, **inputs, use_cache=False)}
 
 
@@ -308,6 +291,7 @@ def _has_graphs(model: Any, spec: StepSpec) -> bool:
         return False
     if spec.cuda_graphs == NEVER or any(hasattr(p, "quant_state") for layer in layers for p in layer.parameters()):
         return False
+    # Larger batches keep the GPU busy without graphs.
     return spec.cuda_graphs == ALWAYS or spec.rows * spec.length <= most_rows(layers)
 
 
@@ -322,8 +306,11 @@ class _Pool:
         for layer in layers:
             layer.register_forward_pre_hook(self._enter)
             layer.register_forward_hook(self._leave)
-        layers[0].register_forward_pre_hook(self._first, with_kwargs=True)
-        layers[-1].register_forward_hook(self._last)
+        # The backward comes into the pool at the last layer's output, and leaves it when it is through all layers.
+        layers[0].register_forward_pre_hook(
+            lambda _, *inputs: self._when_its_gradient_comes(inputs, None), with_kwargs=True
+        )
+        layers[-1].register_forward_hook(lambda _, args, output: self._when_its_gradient_comes(output, self._name))
 
     def _enter(self, *_: Any) -> None:
         self._before.append(self._tracker.pool)
@@ -331,14 +318,6 @@ class _Pool:
 
     def _leave(self, *_: Any) -> None:
         self._tracker.pool = self._before.pop()
-
-    def _first(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Leave the pool when the backward is through all layers."""
-        self._when_its_gradient_comes((args, kwargs), None)
-
-    def _last(self, layer: nn.Module, args: tuple, output: Any) -> None:
-        """Come back to it when the backward arrives there."""
-        self._when_its_gradient_comes(output, self._name)
 
     def _when_its_gradient_comes(self, tensors: Any, pool: str | None) -> None:
         """Set the pool when the gradient of the hidden states does: they are the first of `tensors` that have one."""
@@ -352,11 +331,13 @@ def _student(spec: StepSpec) -> Any:
         model = _built(spec.student, spec.by_lengths)
         if spec.peft is not None:
             model = get_peft_model(model, spec.peft)
+    # preserve_rng_state would read the state of the GPU, and there is none.
     if spec.checkpointing is not None:
         base_of(model).gradient_checkpointing_enable({**spec.checkpointing, "preserve_rng_state": False})
         if spec.peft is not None:
             base_of(model).enable_input_require_grads()
     try:
+        # In the order of the trainers: adapters, checkpointing, patches.
         Patched(base_of(model), spec.patch, spec.loss).remake_mlps(spec.remake_every)
     except NothingToPatch as error:
         raise ConfigError(str(error)) from None
@@ -391,6 +372,7 @@ def _allocate(model: Any) -> None:
 
 def _built(spec: ModelSpec, by_lengths: bool) -> Any:
     config = spec.config
+    # Any other is replaced by a stand-in below, which needs no kernels to be installed.
     implementation = "eager" if spec.attention == "eager" else None
     try:
         model = auto_class(config).from_config(config, dtype=spec.dtype, attn_implementation=implementation)
@@ -401,10 +383,6 @@ def _built(spec: ModelSpec, by_lengths: bool) -> Any:
     if spec.bits is not None:
         quantize(model, spec.bits)
     return model
-
-
-def _decoder(student: Any) -> Any:
-    return base_of(student).get_decoder()
 
 
 def _numbers(model: Any) -> int:
@@ -418,6 +396,7 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _largest_layer(model: Any, dtype: torch.dtype | None) -> int:
+    # FSDP and ZeRO-3 gather one layer at a time.
     layers = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return max((_computed_bytes(layer, dtype) for modules in layers for layer in modules), default=0)
 

@@ -14,13 +14,14 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.optimization import Adafactor
 from trl import get_peft_config
 
+from ... import plugins
 from ...common.weights import adapter_at
 from ...config.yaml_reader import Setting
 from ...errors import ConfigError, LigerTrainerError
 from ...losses.answers import RecordedAnswer, SparseAnswer, TokenTargets
 from ...losses.spec import LossOptions
 from ...patching.patcher import PatchOptions
-from ...run.data.demo import DEMO_MODELS, demo_key
+from ...plugins import DEMO
 from ...run.drop_layers import kept_indices, thinned_config
 from ...run.launch import launcher_arguments
 from ...teachers.cache.records import HiddenFormat, RecordFormat, TeacherHead
@@ -34,11 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ...config.run_config import RunConfig
-    from ...run.data.datasets import RunData
 
 # What one of several processes holds: DDP's buckets, and its shares under ZeRO and FSDP.
-
-
 WEIGHTS = ("student weights", "adapter weights", "teacher weights")
 GATHERED = 2  # layers with all their weights at one time: one computes, the next is being gathered
 
@@ -61,9 +59,8 @@ class Sharding:
         parts = Counter({p: n // self.processes if p in self.shared else n for p, n in peak.parts.items()})
         if self.gathers:
             parts["gathered layers"] = GATHERED * memory.layer_bytes
-            if (
-                phase == "loss" or memory.tied
-            ):  # as the embedding, it is kept from the first layer's pass to its backward
+            # as the embedding, it is kept from the first layer's pass to its backward
+            if phase == "loss" or memory.tied:
                 parts["gathered head"] = memory.head_bytes
             del parts["autocast copies"]  # a layer is gathered in the format that it computes in
         if self.buckets:
@@ -80,16 +77,20 @@ def sharding_of(config: "RunConfig") -> Sharding:
     file = _accelerate_file(config)
     processes = config["num_processes"] or file.get("num_processes") or 1
     if config["deepspeed"]:
-        return _zero((_deepspeed(config).get("zero_optimization") or {}).get("stage", 0), processes)
+        setting = config["deepspeed"]
+        engine = setting if isinstance(setting, dict) else _mapping(config, "deepspeed", setting)
+        return _zero((engine.get("zero_optimization") or {}).get("stage", 0), processes)
     kind = str(file.get("distributed_type", "NO")).upper()
     if kind == "DEEPSPEED":
         return _zero(int((file.get("deepspeed_config") or {}).get("zero_stage", 0)), processes)
+    # FSDP of one process gathers nothing.
     if kind == "FSDP" or config["fsdp"]:
         return Sharding("FSDP", processes, (*WEIGHTS, "gradients", "optimizer state"), gathers=processes > 1)
     return Sharding("DDP", processes, buckets=True) if processes > 1 else Sharding()
 
 
 def _zero(stage: int, processes: int) -> Sharding:
+    # Stage 1 shares the first, stage 2 the first two, stage 3 all of them.
     shared = ("optimizer state", "gradients", *WEIGHTS)[: {0: 0, 1: 1, 2: 2}.get(stage, 5)]
     return Sharding(f"ZeRO-{stage}", processes, shared, gathers=stage == 3 and processes > 1)
 
@@ -99,11 +100,6 @@ def _accelerate_file(config: "RunConfig") -> dict[str, Any]:
     if "--config_file" not in arguments:
         return {}
     return _mapping(config, "accelerate_config", arguments[arguments.index("--config_file") + 1])
-
-
-def _deepspeed(config: "RunConfig") -> dict[str, Any]:
-    setting = config["deepspeed"]
-    return setting if isinstance(setting, dict) else _mapping(config, "deepspeed", setting)
 
 
 def _mapping(config: "RunConfig", key: str, path: str) -> dict[str, Any]:
@@ -118,22 +114,15 @@ def _mapping(config: "RunConfig", key: str, path: str) -> dict[str, Any]:
 
 
 # Measure the rows of a local or demo dataset in tokens.
-
-
 MEASURED = 2000  # rows that are tokenized; of a larger dataset, every n-th
 
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Lengths of the training rows, before they are cut at max_length.
+    """Lengths of the training rows, before they are cut at max_length."""
 
-    Attributes:
-        rows: number of rows.
-        mean, longest, shortest: tokens of a row. The last two are None if not every row was tokenized.
-    """
-
-    rows: int
-    mean: float
+    rows: int  # number of rows
+    mean: float  # mean, longest, shortest: tokens of a row. The last two are None if not every row was tokenized.
     longest: int | None = None
     shortest: int | None = None
 
@@ -141,7 +130,7 @@ class RowLengths:
 def row_lengths(config: "RunConfig") -> RowLengths | str:
     """Measure the training rows, or say why that is not possible."""
     name = config["dataset_name"]
-    if config["datasets"] or not (name.startswith("demo:") or _is_local(name)):
+    if config["datasets"] or not (name.startswith(DEMO) or Path(name).expanduser().exists()):
         return "the dataset is not local"
     from ...run.data.datasets import load_run_datasets
     from ...run.models import open_model
@@ -153,20 +142,13 @@ def row_lengths(config: "RunConfig") -> RowLengths | str:
         if data.facts.images is not None:
             return "the rows have images, and neither their tokens nor the vision tower's activations are counted"
         tokenizer = open_model(config, "model_name_or_path").tokenizer
-        lengths = _lengths(data, tokenizer, config)
+        rows = data.train.select(range(0, len(data.train), -(-len(data.train) // MEASURED)))
+        lengths = [_tokens(row, data.facts.form, tokenizer, config["dataset_text_field"]) for row in rows]
     except LigerTrainerError as error:
         return str(error)
+    # Rows that were not measured may be longer or shorter.
     ends = (max(lengths), min(lengths)) if len(lengths) == len(data.train) else ()
     return RowLengths(len(data.train), sum(lengths) / len(lengths), *ends)
-
-
-def _is_local(name: str) -> bool:
-    return Path(name).expanduser().exists()
-
-
-def _lengths(data: "RunData", tokenizer: "PreTrainedTokenizerBase", config: "RunConfig") -> list[int]:
-    rows = data.train.select(range(0, len(data.train), -(-len(data.train) // MEASURED)))
-    return [_tokens(row, data.facts.form, tokenizer, config["dataset_text_field"]) for row in rows]
 
 
 def _tokens(row: Any, form: str, tokenizer: "PreTrainedTokenizerBase", text: str) -> int:
@@ -200,8 +182,17 @@ CHUNK_BYTES = 4 * 2**27  # of the logits that a capture computes at a time; teac
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
-def _moments(count: int, bits: int = 32, paged: bool = False) -> Optimizer:
-    return functools.partial(MomentsOptimizer, moments=count, bits=bits, paged=paged)
+# optimizers of bitsandbytes, by the number of moments that they keep of each weight
+_MOMENTS = {
+    2: "adamw_bnb_8bit adamw_8bit paged_adamw_32bit paged_adamw_8bit",
+    3: "ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit",
+    1: "lion_32bit lion_8bit paged_lion_32bit paged_lion_8bit rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit",
+}
+
+
+def _of_bitsandbytes(name: str, moments: int) -> Optimizer:
+    bits = 8 if name.endswith("8bit") else 32
+    return functools.partial(MomentsOptimizer, moments=moments, bits=bits, paged=name.startswith("paged"))
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -211,21 +202,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": functools.partial(torch.optim.SGD, foreach=True),
     "adagrad": functools.partial(torch.optim.Adagrad, foreach=True),
     "rmsprop": functools.partial(torch.optim.RMSprop, foreach=True),
-    "adamw_bnb_8bit": _moments(2, 8),
-    "adamw_8bit": _moments(2, 8),
-    "paged_adamw_32bit": _moments(2, paged=True),
-    "paged_adamw_8bit": _moments(2, 8, paged=True),
-    "ademamix": _moments(3),
-    "ademamix_8bit": _moments(3, 8),
-    "paged_ademamix_32bit": _moments(3, paged=True),
-    "paged_ademamix_8bit": _moments(3, 8, paged=True),
-    "lion_32bit": _moments(1),
-    "lion_8bit": _moments(1, 8),
-    "paged_lion_32bit": _moments(1, paged=True),
-    "paged_lion_8bit": _moments(1, 8, paged=True),
-    "rmsprop_bnb": _moments(1),
-    "rmsprop_bnb_8bit": _moments(1, 8),
-    "rmsprop_bnb_32bit": _moments(1),
+    **{name: _of_bitsandbytes(name, count) for count, names in _MOMENTS.items() for name in names.split()},
 }
 
 
@@ -244,8 +221,9 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
     student = _student(config)
     distils = config.recipe == "distill"
     teacher, records = _teacher(config, args, student.config, bf16) if distils else (None, None)
-    packed = config["packing"] or config["padding_free"]
+    packed, graphs = config["packing"] or config["padding_free"], config["cuda_graphs"]
     rows, flash = config["per_device_train_batch_size"], "flash" in str(student.attention or "")
+    # Rows that are cut anywhere ("wrapped") have no documents to tell apart.
     merged = packed and (config["packing_strategy"] != "wrapped" or config["padding_free"])
     by_lengths = merged and config["attention"] == AUTO and student.attention in (None, "sdpa", "eager")
     causal = config["attention"] == AUTO and student.attention in (None, "sdpa")  # padding is behind what is read
@@ -263,7 +241,8 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         teacher_records=records,
         teaches_itself=distils and args.teacher == "self",
         quantises=args.qat is not None,
-        cuda_graphs=_cuda_graphs(config),
+        # `auto` leaves several processes without graphs
+        cuda_graphs=NEVER if graphs == AUTO and sharding_of(config).processes > 1 else graphs,
         peft=get_peft_config(config.model_args()),
         patch=PatchOptions.of(config["liger_kernel_config"]),
         remake_every=MEMORY[config["memory"]],
@@ -292,12 +271,6 @@ def _check_known(config: "RunConfig", args: Any) -> None:
             raise config.error(key, f"estimate does not know what it saves. Estimate without: {key}=false.")
 
 
-def _cuda_graphs(config: "RunConfig") -> str:
-    """Return the setting as it is for this run: `auto` leaves several processes without graphs."""
-    wanted = config["cuda_graphs"]
-    return NEVER if wanted == AUTO and sharding_of(config).processes > 1 else wanted
-
-
 def _training_args(config: "RunConfig") -> Any:
     """Return the trainer's arguments, without settings that need the GPU or the other processes of the run."""
     here = {
@@ -322,7 +295,7 @@ def read_config(config: "RunConfig", key: str, options: dict[str, Any]) -> PreTr
         ConfigError: there is none, or it cannot be read.
     """
     name = config[key]
-    if demo_key(name, DEMO_MODELS):
+    if name.startswith(DEMO) and plugins.load(DEMO).demo_key(name):
         return LlamaConfig(**DEMO_CONFIG, dtype="float32")
     try:
         adapter = adapter_at(name, options.get("revision"))
@@ -343,6 +316,7 @@ def _student(config: "RunConfig") -> ModelSpec:
     if config.drops_layers():
         count = model.get_text_config(decoder=True).num_hidden_layers
         model = thinned_config(model, kept_indices(count, config["keep_every_nth_layer"], config["keep_layers"]))
+    # model_init_kwargs may ask for it too, as in transformers.
     quantization = extra.get("quantization_config") or {}
     bits = 4 if args.load_in_4bit else 8 if args.load_in_8bit else _bits(quantization)
     attention = extra.get("attn_implementation", args.attn_implementation)
@@ -454,7 +428,7 @@ class HiddenCache:
         return [torch.empty(self.vocab_size, self.record.width, dtype=self.record.torch_dtype)]
 
     def records(self, rows: int, length: int, resident: list[torch.Tensor]) -> RecordedAnswer:
-        """Return the hidden states of a batch beside the resident head, without data."""
+        """Return the hidden states of a batch, with the head resident, without data."""
         hidden = torch.empty(rows, length, self.record.width, dtype=self.record.torch_dtype)
         return RecordedAnswer(TeacherHead(*resident, bias=None).logits(hidden))
 
@@ -474,13 +448,9 @@ def cache_format(config: "RunConfig", student: PreTrainedConfig, bf16: bool) -> 
 
 def _hidden_format(config: "RunConfig", bf16: bool) -> HiddenFormat:
     if config["teacher_model_name_or_path"]:
-        model = read_config(
-            config, "teacher_model_name_or_path", {"revision": config["teacher_model_revision"] or "main"}
-        )
-        named = config.init_kwargs("teacher_model_init_kwargs").get("dtype", config["teacher_dtype"])
-        dtype = _autocast(config, bf16) or (torch.float32 if named is None else _dtype(named, model))
-        name: Any = str(dtype).removeprefix("torch.")
-        return HiddenFormat(model.get_text_config(decoder=True).hidden_size, name)
+        teacher = _teacher_model(config, bf16)
+        name: Any = str(_autocast(config, bf16) or teacher.dtype).removeprefix("torch.")
+        return HiddenFormat(teacher.config.get_text_config(decoder=True).hidden_size, name)
     try:
         settings = read_index(Path(config["teacher_cache_dir"]).expanduser()).settings
     except LigerTrainerError as error:

@@ -1,5 +1,5 @@
 """Two processes by DDP and FSDP2 that are refused a damaged checkpoint, take the one before, and are refused to go on
-with other rows in the first process alone. FOLDER"""
+with other rows in the first process only. FOLDER"""
 
 import contextlib
 import sys

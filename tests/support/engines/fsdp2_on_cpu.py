@@ -1,4 +1,4 @@
-"""Have accelerate prepare models for FSDP2 on a CPU. It knows FSDP on accelerators alone, but nothing in its
+"""Have accelerate prepare models for FSDP2 on a CPU. It knows FSDP only on accelerators, but nothing in its
 preparation needs one: only the state that chooses the engine does."""
 
 import contextlib
@@ -41,7 +41,7 @@ def fsdp2(**options) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Let the next Accelerator of this process choose its engine anew."""
+    """Let the next Accelerator of this process choose its engine again."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)

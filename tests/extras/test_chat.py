@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from commands import call, done, save_models
+from commands import call, done, refused, save_models
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -162,7 +162,6 @@ def test_a_folders_configuration_does_not_have_a_models_code_run(folder, tmp_pat
     (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("w1\n"))
     for command in ("chat", "eval"):
-        code, _, err = call(capsys, command, model)
-        assert code == 2 and "trust_remote_code: True can run code that a model" in err
+        refused(call(capsys, command, model), 2, "trust_remote_code: True can run code that a model")
     code, _, err = call(capsys, "chat", model, "--trust-remote-code")
     assert code != 0 and (tmp_path / "ran").exists()

@@ -465,10 +465,10 @@ def test_sampled_completions(teacher, ours, family):
         "completions": completions(6), "chats": chats(6), "prompts": completions(6).remove_columns("completion"),
         "chat prompts": chats(6).map(lambda row: {"prompt": row["messages"][:1]}, remove_columns="messages"),
     }  # fmt: skip
-    alone = "prompt" in family  # with lmbda below 1 a row must have a completion, and with 1 there is no ce
+    only_prompts = "prompt" in family  # with lmbda below 1 a row must have a completion, and with 1 there is no ce
     trainer = make(
-        teacher, ours, "alm", data[family], losses=MIXED["alm"][:1] if alone else MIXED["alm"],
-        lmbda=1.0 if alone else 0.999, max_completion_length=12, per_device_train_batch_size=6,
+        teacher, ours, "alm", data[family], losses=MIXED["alm"][:1] if only_prompts else MIXED["alm"],
+        lmbda=1.0 if only_prompts else 0.999, max_completion_length=12, per_device_train_batch_size=6,
         assistant_only_loss=family == "chats", optim="sgd", learning_rate=0.0, max_steps=2, seed=3,
         generation_kwargs={"eos_token_id": [ours.eos_token_id, *range(40, 60)]},
     )  # fmt: skip
@@ -543,9 +543,9 @@ KL = {"type": "forward_kl"}
         ("uld", {"more": [KL, {"type": "tvd"}]}, "forward_kl, tvd and uld do not go together"),
         ("alm", {"more": [KL]}, "forward_kl and alm do not go together"),
         ("alm", {"more": [{"type": "uld"}]}, "uld and alm do not go together"),
-        ("uld", {"teacher": "self"}, "uld needs the model of a teacher with a tokenizer of its own"),
-        ("alm", {"teacher": "self"}, "alm needs the model of a teacher with a tokenizer of its own"),
-        ("uld", {"teacher": "cache", "teacher_cache_dir": "x"}, "uld needs the model|forward KL alone"),
+        ("uld", {"teacher": "self"}, "uld needs the model of a teacher with its own tokenizer"),
+        ("alm", {"teacher": "self"}, "alm needs the model of a teacher with its own tokenizer"),
+        ("uld", {"teacher": "cache", "teacher_cache_dir": "x"}, "uld needs the model|only the forward KL"),
         ("uld", {"taid": {}}, "taid.* changes what the divergences"),
         ("alm", {"taid": {}}, "taid.* changes what the divergences"),
         ("uld", {"losses": [{"type": "uld", "beta": 0.5}]}, "beta"),
@@ -581,7 +581,7 @@ SAMPLED = [
     [
         *((kind, *case) for kind in MIXED for case in UNREADABLE),
         *(("alm", *case) for case in SAMPLED),
-        ("uld", {"lmbda": 0.5}, "knows the completions of the dataset alone"),
+        ("uld", {"lmbda": 0.5}, "knows only the completions of the dataset"),
     ],
 )
 def test_rows_that_it_cannot_take(teacher, ours, kind, options, message):
@@ -621,7 +621,7 @@ def test_rows_with_nothing_in_common_and_chats_without_a_template(tmp_path, kind
         make(saved(tmp_path / "bare", other, **TEACHER), own, kind, chats(4))
 
 
-@pytest.mark.parametrize("kind, message", [("uld", "a callback sees tokens alone. Use LigerDistillTrainer"),
+@pytest.mark.parametrize("kind, message", [("uld", "a callback sees only tokens. Use LigerDistillTrainer"),
                                            ("alm", "alm needs the text of the rows")])  # fmt: skip
 def test_the_callback_refuses_it(kind, message):
     with pytest.raises(ConfigError, match=message):

@@ -1,6 +1,6 @@
 """Run torchtune, axolotl, LLaMA-Factory and DistillKit on the cases of `foreign_masks.py`, and write `masks.json`.
 
-    python tests/config/foreign_configs/record_masks.py [TOOL ...]
+    python tests/extras/foreign_configs/record_masks.py [TOOL ...]
 
 Needs the tools: `pip install --no-deps torchtune axolotl llamafactory`, DistillKit from its repository, and what their
 modules about data import: torchao==0.9.0, tiktoken, blobfile, omegaconf, colorama, addict, fire, einops, kagglehub.

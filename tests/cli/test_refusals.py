@@ -1,0 +1,89 @@
+"""What each command refuses: its exit code, the words of its one message, and that it writes nothing.
+
+What `run` refuses has tests/run/test_recipes.py, what `merge` and `resume` refuse test_run.py.
+"""
+
+import io
+import json
+import shlex
+import shutil
+
+import pytest
+from commands import call, refused, save_models, settings, texts, write_rows
+from finished_runs import content
+
+from liger_trainer.cli import app
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, rows and a configuration; runs without weights, and with weights that are cut off."""
+    folder = tmp_path_factory.mktemp("refusals")
+    save_models(folder, "student")
+    write_rows(folder / "rows.jsonl", [{"prompt": row["text"], "completion": " w1 w2"} for row in texts(20)])
+    for place in ("run.yaml", "empty/config.yaml", "cut/config.yaml"):
+        (folder / place).parent.mkdir(exist_ok=True)
+        (folder / place).write_text(settings(bf16=False))
+    (folder / "cut" / "model.safetensors").write_bytes(b"cut off")
+    shutil.copy(folder / "student" / "config.json", folder / "cut")
+    (folder / "list.json").write_text("[]")
+    (folder / "finished").mkdir()
+    (folder / "finished" / "metrics.json").write_text(json.dumps(content()))
+    (folder / "mine.html").write_text("mine")
+    return folder
+
+
+DISTILL = "estimate run.yaml recipe=distill teacher_model_name_or_path=student"
+REFUSED = [
+    ("run", 2, "Missing argument"),
+    ("run nothing.yaml", 2, "neither a file nor a built-in configuration"),
+    ("run smollm2/sft_full max_steps", 2, "expected key=value, --key value or ~key, got 'max_steps'"),
+    ("run smollm2/sft_full --max_stepz 3", 2, "max_stepz: unknown key. Did you mean max_steps?"),
+    *((f"{command} anything", 2, instead) for command, instead in app.REMOVED.items()),
+    ("ls distil", 2, "Did you mean distill?"),
+    ("doctor", 2, "takes a model or --all"),
+    ("doctor llama --all", 2, "takes a model or --all"),
+    ("doctor lama", 2, "Did you mean llama"),
+    ("selfcheck --dtype int8", 2, "expected float32, bfloat16, float16, got int8"),
+    ("selfcheck --device nonsense", 2, "nonsense"),
+    ("preview run.yaml max_length=2", 4, "No row of the train dataset has a supervised token"),
+    ("preview run.yaml dataset_name=missing.jsonl", 2, "no such file or directory"),
+    ("preview run.yaml --rows 0", 2, "--rows"),
+    ("eval student", 2, "holds no config.yaml"),
+    ("eval nowhere", 2, "neither a file nor a built-in configuration"),
+    ("eval empty", 2, "holds no weights"),
+    ("eval cut", 6, "cannot be read"),
+    ("eval max_length=3 run.yaml", 2, "before settings"),
+    ("estimate run.yaml optim=grokadamw", 2, "optim"),
+    ("estimate run.yaml torch_compile=true", 2, "torch_compile"),
+    ("estimate run.yaml --gpu Foo", 2, "no GPU is called"),
+    ("estimate run.yaml --gpu a100", 2, "A100 80GB, A100 40GB: say which"),
+    ("estimate run.yaml --gpu 'H1000 80GB'", 2, "Did you mean"),
+    (f"{DISTILL} teacher_device=cpu", 2, "teacher_device"),
+    (f"{DISTILL} teacher_offload=true", 2, "teacher_offload"),
+    ("estimate run.yaml recipe=distill 'teachers=[{name: a, teacher_model_name_or_path: student}]'", 2, "teachers"),
+    ("estimate run.yaml deepspeed=rows.jsonl", 2, "rows.jsonl cannot be read"),
+    ("estimate run.yaml deepspeed=list.json", 2, "list.json: expected keys with values, got a list"),
+    ("estimate run.yaml accelerate_config=list.json", 2, "list.json: expected keys with values, got a list"),
+    ("report", 2, "Missing argument"),
+    ("report nowhere", 2, "no such directory"),
+    ("report student", 2, "neither metrics.json, which a finished run has, nor a checkpoint with trainer_state.json"),
+    ("report finished finished/.", 2, "is given twice"),
+    ("report finished --output finished/metrics.json", 2, "expected a name that ends in .html"),
+    ("report finished --output mine.html", 2, "mine.html exists, and is no report"),
+    ("report finished --output run.yaml/a.html", 2, "cannot be written"),
+    ("new", 2, "--purpose is missing, and there is no terminal to ask on."),
+    ("new --purpose sft --model a", 2, "--method is missing"),
+    ("new --purpose sft --model a --teacher b", 2, "--teacher: only --purpose distill has a teacher."),
+    ("new --purpose distill --model a", 2, "--teacher is missing"),
+    ("new run.yaml --purpose sft", 2, "run.yaml exists; choose another name or add --force."),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "message"), REFUSED)
+def test_a_refusal_is_one_message_with_its_exit_code(folder, monkeypatch, capsys, words, code, message):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    refused(call(capsys, *shlex.split(words)), code, message)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
