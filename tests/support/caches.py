@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import pytest
 import torch
+from commands import call, settings
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
-from liger_trainer.cli.app import main
 from liger_trainer.teachers.row_keys import documents
 from liger_trainer.trainers.capture import capture
 from liger_trainer.trainers.row_preparation import prepare_rows
@@ -63,28 +62,12 @@ def flip(file: Path, place: int, bit: int = 0) -> None:
 
 
 def end_of(capsys, *words: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as stopped:
-        main(list(words))
-    printed = capsys.readouterr()
-    return int(stopped.value.code or 0), " ".join((printed.out + printed.err).split())
+    """Exit code of a command, and all that it printed as one line."""
+    code, out, err = call(capsys, *words)
+    return code, " ".join((out + err).split())
 
 
 # A run that distils `student` from the teacher cache in `cache`.
-CACHED_RUN = """
-recipe: distill
-model_name_or_path: student
-teacher: cache
-teacher_cache_dir: cache
-dataset_name: rows.jsonl
-output_dir: out
-max_steps: 3
-per_device_train_batch_size: 4
-learning_rate: 1e-2
-gradient_checkpointing: false
-save_strategy: no
-max_length: 32
-holdout_fraction: 0.2
-num_sample_completions: 1
-max_new_tokens: 2
-use_cpu: true
-"""
+CACHED_RUN = settings(
+    recipe="distill", teacher="cache", teacher_cache_dir="cache", num_sample_completions=1, max_new_tokens=2
+)
