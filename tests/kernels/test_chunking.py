@@ -1,5 +1,6 @@
 """How much of a batch is in memory at a time, and which of its rows take part in a loss."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,10 +162,10 @@ def test_a_copy_is_waited_for_on_its_own_device(monkeypatch):
     assert recorded == ["stream of cuda:1"]
 
 
-@pytest.mark.parametrize("out_dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtypes", itertools.product([torch.float64, torch.float32, torch.bfloat16], repeat=2), ids=str)
 @pytest.mark.parametrize("beta, alpha", [(0, 1.0), (0, 0.25), (1, 0.25)])
-def test_addmm_into(dtype, out_dtype, beta, alpha):
+def test_addmm_into(dtypes, beta, alpha):
+    dtype, out_dtype = dtypes
     a, b = torch.randn(5, 7, dtype=dtype), torch.randn(7, 3, dtype=dtype)
     before = torch.randn(5, 3).to(out_dtype) if beta else torch.full((5, 3), float("nan"), dtype=out_dtype)
     out = before.clone()
