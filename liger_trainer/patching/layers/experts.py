@@ -207,7 +207,7 @@ def patch_stacked_experts(
             _leave(report, chain, refused)
             continue
         for wrapper in chain[1:-1]:
-            replacements.claim(wrapper)
+            replacements.mark_as_patched(wrapper)
         note_activations(chain[-1], replacements)
         replacements.forward(module, stacked_forward(rule))
         report.swap("LoRA experts" if wrapped else "frozen experts")

@@ -284,7 +284,9 @@ def patch_gated_norms(model: nn.Module, options: PatchOptions, replacements: Rep
         replacements.forward(module, gated_norm_forward(rule))
         report.swap(GATED_KIND)
     for module in filter(looks_like_a_gated_norm, model.modules()):
-        replacements.claim(module)  # also those that stay, of which `patch_norms` would say that they have two inputs
+        replacements.mark_as_patched(
+            module
+        )  # also those that stay, of which `patch_norms` would say that they have two inputs
 
 
 def gated_norm_forward(rule: GatedNormRule) -> Callable[..., Tensor]:

@@ -244,36 +244,28 @@ class MaskMaker:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **how: Any) -> Any:
-        if not args and self._needs_none(**how):
-            return None
-        mask = None if args else self._document_mask(**how)
-        return mask if mask is not None else ALL_MASK_ATTENTION_FUNCTIONS[self.former](*args, **how)
+        mask = NotImplemented if args else self._by_lengths(**how)
+        return ALL_MASK_ATTENTION_FUNCTIONS[self.former](*args, **how) if mask is NotImplemented else mask
 
-    def _needs_none(
-        self, *, q_length: int, kv_length: int, mask_function: MaskFunction = masking_utils.causal_mask_function,
-        attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any,
-    ) -> bool:  # fmt: skip
-        """Whether a mask would add to sdpa's `is_causal` nothing but padding behind the tokens."""
-        padded = attention_mask is not None and _padded_on_the_right.get() and self.former == "sdpa"
-        if not padded or use_vmap or q_length != kv_length:
-            return False
-        structure = structure_of(mask_function)
-        return structure is not None and structure.index is None and (structure.window or q_length) >= q_length
-
-    def _document_mask(
+    def _by_lengths(
         self, *, batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
         mask_function: MaskFunction = masking_utils.causal_mask_function, attention_mask: Tensor | None = None,
         use_vmap: bool = False, device: Any = "cpu", **how: Any,
-    ) -> DocumentMask | None:  # fmt: skip
-        plain = attention_mask is None and not use_vmap and q_length == kv_length > 1
-        if not plain or isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
-            return None
-        structure = structure_of(mask_function)
+    ) -> Any:  # fmt: skip
+        """Return a `DocumentMask`, or None where attention needs no mask; NotImplemented: the former function's."""
+        is_sdpa = self.former == "sdpa"
+        # Padding behind the tokens is beyond what causal attention sees; any other has to be masked.
+        if attention_mask is not None and not (is_sdpa and _padded_on_the_right.get()):
+            return NotImplemented
+        structure = None if use_vmap or q_length != kv_length else structure_of(mask_function)
         if structure is None:
-            return None
+            return NotImplemented
         index, window = structure
-        if self.former == "sdpa" and index is None and (window is None or window >= q_length):
-            return None  # attention gets None, which is causal
+        says_causal = is_sdpa and index is None and (window is None or window >= q_length)  # as sdpa's `is_causal` does
+        if attention_mask is not None:
+            return None if says_causal else NotImplemented
+        if says_causal or q_length == 1 or isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
+            return NotImplemented
         make = functools.partial(
             ALL_MASK_ATTENTION_FUNCTIONS[self.former], batch_size=batch_size, q_length=q_length, kv_length=kv_length,
             mask_function=mask_function, use_vmap=False, device=device, **how,
