@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...trainers.options import INT4, INT8, NVFP4
-from .__init__ import OF_TRANSFORMERS, Default, ForeignConfig, NotHere, NotNeeded, Settings, Tool
+from . import OF_TRANSFORMERS, Default, ForeignConfig, NotHere, NotNeeded, Settings, Tool
 from .rows import (
     FUSED,
     NO_EVAL_ROWS,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .__init__ import ALL, Default, ForeignConfig, NotHere, Settings, Tool
+from . import ALL, Default, ForeignConfig, NotHere, Settings, Tool
 from .rows import datasets_of
 
 _TYPES = {

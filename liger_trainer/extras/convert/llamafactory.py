@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from .__init__ import OF_TRANSFORMERS, Default, ForeignConfig, NotHere, NotNeeded, Settings, Tool
+from . import OF_TRANSFORMERS, Default, ForeignConfig, NotHere, NotNeeded, Settings, Tool
 from .rows import (
     ALPACA,
     FUSED,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .__init__ import ForeignConfig, NotHere, Settings
+from . import ForeignConfig, NotHere, Settings
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 OTHER_ROWS = (

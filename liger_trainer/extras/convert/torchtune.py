@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .__init__ import Default, ForeignConfig, NotHere, NotNeeded, Settings, Tool
+from . import Default, ForeignConfig, NotHere, NotNeeded, Settings, Tool
 from .rows import NO_EVAL_ROWS, OTHER_ROWS, chat_columns, datasets_of, learned_alike, optimizer
 
 _ATTENTION = {"output_proj": "o_proj"}
