@@ -129,6 +129,7 @@ def read_options(arguments: Iterable[str]) -> GenerateOptions:
     for key, setting in parsed.values.items():
         if key not in fields:
             problems.append(f"{key}: unknown option of generate.{did_you_mean(key, fields)}")
+        # `~key` takes a key out of a configuration file
         elif setting.value is DROPPED:
             problems.append(f"~{key}: generate reads no file that it could be taken out of.")
         else:
@@ -137,6 +138,7 @@ def read_options(arguments: Iterable[str]) -> GenerateOptions:
             problems += [f"{key}: {message}" for _, message in complaints(values[key], rule)]
     defaults = {name: item.default for name, item in fields.items()}
     options = OptionValues({**defaults, **values}, values.keys())
+    # conflicts only between values that are right: a wrong one would be told twice
     if not problems:
         problems += [f"{key}: {message}" for key, message in clashes(options, conflicts_of(GenerateOptions))]
     if problems:
@@ -148,5 +150,6 @@ def _rule(item: dataclasses.Field) -> Rule:
     if declared(item)["choices"]:
         return {"enum": list(declared(item)["choices"])}
     annotation: Any = item.type
+    # `str | None` has arguments, `str` has none
     kinds = [_KINDS[kind] for kind in (get_args(annotation) or (annotation,)) if kind in _KINDS]
     return {"type": [*kinds, "null"] if item.default is None else kinds, **limits_of(item)}

@@ -93,6 +93,7 @@ def liger_fused_linear_jsd(
     accum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return `LigerFusedLinearJSD` of the hidden states and heads of student and teacher."""
+    # a module for each call: it holds options and no tensors
     loss = LigerFusedLinearJSD(jsd_beta, ignore_index, temperature, accum_dtype)
     return loss(student_input, student_weight, teacher_input, teacher_weight, shift_labels)
 
@@ -130,6 +131,7 @@ def liger_kl_div(
     eps: float = 1e-10,
 ) -> Tensor:
     """Return `LigerKLDIVLoss` of log-probabilities and a target (N, V). size_average and reduce must be left out."""
+    # torch's own defaults of both here are True, and mean nothing
     _check_left_out(size_average=None if size_average else size_average, reduce=None if reduce else reduce)
     return LigerKLDIVLoss(eps, reduction=reduction, log_target=log_target)(input, target)
 

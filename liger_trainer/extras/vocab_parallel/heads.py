@@ -134,6 +134,7 @@ class ShardedHead:
         local, fsdp = parameter.to_local(), self._fsdp
         if fsdp is None or torch.is_autocast_enabled(local.device.type):
             return local
+        # FSDP2's mixed precision casts what it gathers; a shard that is not gathered is cast here
         return local.to(fsdp._mp_policy.param_dtype or local.dtype)
 
     def inputs(self, hidden: Tensor) -> Tensor:
@@ -181,6 +182,7 @@ class ShardedHead:
         if fsdp is None:
             yield
             return
+        # only the engine's two hooks: a user's keep running
         of_fsdp = {handle.id for handle in (fsdp._pre_forward_hook_handle, fsdp._post_forward_hook_handle)}
         before, after = module._forward_pre_hooks, module._forward_hooks
         module._forward_pre_hooks = OrderedDict((k, v) for k, v in before.items() if k not in of_fsdp)
@@ -196,6 +198,7 @@ def is_tensor_parallel(module: nn.Module | None) -> bool:
     forward: Any = None if module is None else vars(module).get("forward")
     if not isinstance(module, nn.Linear) or getattr(forward, "__qualname__", "") != _TP_FORWARD:
         return False
+    # transformers puts the style into the closure of the forward that it installs
     style = inspect.getclosurevars(forward).nonlocals.get("self")
     weight = getattr(module, "weight", None)
     return type(style).__name__ == "ColwiseParallel" and isinstance(weight, DTensor) and _by_rows(weight)
