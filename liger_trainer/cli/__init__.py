@@ -1,4 +1,4 @@
-"""The commands of `liger-trainer`, one per file; `app.py` registers each with one line.
+"""The commands of `liger-trainer`; those that are alike share a file. `app.py` registers each with one line.
 
 A command imports heavy packages only when it runs: `ls`, `validate` and others like them answer without torch.
 """

@@ -1,4 +1,4 @@
-"""Arguments and output that several commands share."""
+"""Arguments, their completion in the shell, and output that several commands share."""
 
 import json
 import os

@@ -79,6 +79,7 @@ REMOVED = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line. Turn an error that users can cause into a message and its exit code."""
+    # Everything below prints through it, tracebacks too.
     with guarded_output():
         given = sys.argv[1:] if arguments is None else list(arguments)
         remember_words(given)
@@ -86,9 +87,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _main(arguments: list[str]) -> None:
+    # What follows -- is accelerate's; typer would take it for arguments of ours.
     end = arguments.index("--") if "--" in arguments else len(arguments)
     ours, launcher = arguments[:end], arguments[end + 1 :]
     try:
+        # typer would only say that there is no such command.
         if ours and ours[0] in REMOVED:
             raise ConfigError(f"{ours[0]} was removed: {REMOVED[ours[0]]}.")
         if launcher and (not ours or ours[0] not in LAUNCHING):

@@ -35,6 +35,7 @@ class _CaptureByDefault(TyperGroup):
     """Read `cache CONFIG` as `cache capture CONFIG`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # Most people want this; `import`, `info` and `verify` are rare.
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             args = ["capture", *args]
         if ctx.obj and args and args[0] != "capture":
@@ -62,6 +63,7 @@ def capture(context: typer.Context, config: Config, overrides: Overrides = None)
     if settings.recipe != "distill" or not settings["teacher_model_name_or_path"]:
         raise settings.error("teacher_model_name_or_path", "missing; a capture needs the teacher itself.")
     if context.obj:
+        # Does not return: it exits with the exit code of the processes.
         launch(context.obj, ["cache", config, *(overrides or [])], settings["use_cpu"])
     try:
         with as_rank(), out_of_memory(TAKES_LESS):
@@ -143,6 +145,7 @@ def _capture(config: "RunConfig") -> "CacheIndex":
     check_student(config, files, data)
     shared = check_same_tokenizer(config, files, teacher)
     assert shared is not None  # uld is refused with a cache
+    # Its records would have no probability for these tokens, which is not the same as a small one.
     if shared.student_only:
         raise config.error(
             "teacher_model_name_or_path",
@@ -151,6 +154,7 @@ def _capture(config: "RunConfig") -> "CacheIndex":
             "which leaves them out of the loss.",
         )
     args: Any = config.training_args()
+    # TRL's own switch for bars counts for this one too.
     with _progress(show=not args.disable_tqdm) as progress, config.refusals("the capture"):
         return capture(teacher.path, args, files.tokenizer, data.train, data.test, progress)
 
@@ -171,6 +175,7 @@ def _print(path: Path, index: "CacheIndex") -> None:
     from rich.table import Table
 
     settings, prints = index.settings, index.fingerprints
+    # Of a capture that was interrupted, parts are not merged into shards yet.
     done, size = index.tokens_read, sum(s.bytes for s in (*index.shards, *index.parts))
     head = f", and {index.head.bytes / 2**20:,.1f} MiB of the head" if index.head else ""
     ids = "" if settings.kind == "hidden" else f", {settings.format.id_bits} bits each"
@@ -206,6 +211,7 @@ def _contents(settings: "CacheSettings | HiddenSettings") -> str:
             f"hidden states of {settings.width:,} values in {settings.dtype}, beside the head with scale "
             f"{settings.scale:g}{cap}; for any temperature"
         )
+    # A cache without draws of the tail knows only how much mass the rest has.
     rest = f", {settings.tail_draws} draws from it, seed {settings.seed}" if settings.tail_draws else ""
     kinds = {
         "topk": f"the likeliest {settings.entries} tokens with the mass of the rest{rest}, {settings.bits} bits",

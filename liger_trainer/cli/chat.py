@@ -33,6 +33,7 @@ def chat(
     from ..extras.chat import Manner, Session, open_chat
 
     manner = Manner(max_new_tokens, temperature, seed=seed, system=system)
+    # Before the session starts, so that a wrong name ends the command and not the chat.
     chat = open_chat(model, manner, device, trust_remote_code)
     session = Session(chat, sys.stdin.isatty(), partial(write_new, force=False))
     if teacher:

@@ -21,6 +21,7 @@ def validate(config: Config, overrides: Overrides = None) -> None:
     """Check a configuration and the paths in it. Show every mistake at once, with its line. Load no model, no data."""
     from ..config.run_config import load_run_config
 
+    # Not `exact`: TRL is imported only if something seems wrong.
     found = load_run_config(config, overrides or [], paths=True)
     show_notices(found)
     given = sum(found.given(key) for key in found.settings)
@@ -81,6 +82,7 @@ def schema(
     from ..config.schema import shipped_text
 
     if write:
+        # An installed package has no docs to renew.
         root = Path(__file__).parents[2]
         if not (root / "pyproject.toml").is_file():
             raise ConfigError(f"schema --write: {root} is not a checkout of liger-trainer.")
@@ -97,8 +99,6 @@ def schema(
 
 
 # `preview`: rows as the model will see them, supervised tokens coloured.
-
-
 SUPERVISED, OTHER = "bold green", "dim"
 MARKS = ("⟦", "⟧")  # marks around supervised text if there are no colours
 
@@ -118,6 +118,7 @@ def preview(
     from ..tools.preview import preview as prepare
 
     console = Console(highlight=False)
+    # The same checks as a run makes, in the same order, so that the same mistakes show.
     files = open_model(settings, "model_name_or_path")
     data = load_run_datasets(settings, files.vocab_size)
     files = with_processor(settings, files, data)
@@ -143,6 +144,7 @@ def _print(console: "Console", row: "SeenRow") -> None:
     if row.tokens_cut:
         told += f"; {row.tokens_cut:,} beyond max_length, {row.supervised_cut:,} of them supervised"
     console.print(Text(f"\n── {told}", "cyan"), soft_wrap=True)
+    # Without colours, as in a pipe, supervised text needs marks to be seen.
     colours = console.color_system is not None and not console.no_color
     for number, document in enumerate(row.documents):
         if number:

@@ -1,4 +1,4 @@
-"""`ls`, `cat` and `cp`: the built-in configurations."""
+"""`ls`, `cat`, `cp` and `new`: the built-in configurations, and how to write another."""
 
 import json
 import re
@@ -30,6 +30,7 @@ class Order(StrEnum):
 
 def billions(model: str) -> float:
     """Return the parameters that a model's name tells, in billions; 0 where it tells none."""
+    # "Qwen3-0.6B" says it, and a name with several numbers says it first.
     size = _SIZE.search(model.rpartition("/")[2])
     return 0.0 if size is None else float(size[1]) / (1000 if size[2].lower() == "m" else 1)
 
@@ -85,6 +86,7 @@ def _entry(name: str, text: str) -> dict[str, Any]:
     family, _, variant = name.partition("/")
     first, second = (line.removeprefix("#").strip() for line in text.splitlines()[:2])
     model, needs = _NAMED.search(text), needs_of(text) or Hardware(0, 0)
+    # The first word after the recipe, such as lora; on_policy and two_stage are one word to a reader.
     kind = re.match(r"[a-z]+_(on_policy|two_stage|[a-z]+)", variant)
     return {
         "name": name,
@@ -108,6 +110,7 @@ def _print(entries: list[dict[str, Any]], gaps: bool) -> None:
     table.add_column("configuration", no_wrap=True)
     table.add_column("what it does")
     table.add_column("needs")
+    # A table in a file is read by programs: no gaps, and a row a line.
     terminal, family = sys.stdout.isatty(), None
     for entry in entries:
         if gaps and terminal and family not in (None, entry["family"]):
@@ -130,6 +133,7 @@ def cp(
     """Copy a configuration, to change it."""
     text, label = find_config(config)
     path = dest.expanduser()
+    # As cp does.
     path = path / Path(label).name if path.is_dir() else path
     write_new(path, text, force)
     typer.echo(f"Copied to {path}; start it with: liger-trainer run {path}")
@@ -182,6 +186,7 @@ def new(
     text = configuration(file, purpose, model, teacher, method, data)
     from ..config.run_config import check_text
 
+    # Answers may be wrong, such as a teacher that is no text: nothing is written then.
     check_text(text, str(file))
     write_new(file, text, force)
     typer.echo(f"Wrote {file}. Next:")
@@ -201,6 +206,7 @@ def _ask(flag: str, answer: str | None, question: str, default: str, choices: ty
     """
     if answer is not None:
         return answer
+    # A script would wait for ever.
     if not sys.stdin.isatty():
         raise ConfigError(f"--{flag} is missing, and there is no terminal to ask on.")
     while True:
@@ -217,7 +223,9 @@ def configuration(file: Path, purpose: Purpose, model: str, teacher: str | None,
     distils, adapters = purpose is Purpose.distill, method is not Method.full
     what = f"Distil {teacher} into {model}" if distils else f"Fine-tune {model} on {data}"
     large = billions(model) >= (LARGE_LORA if adapters else LARGE_FULL)
+    # As in the built-in configurations of models of that size.
     rate = ("1e-4" if large else "2e-4") if adapters else ("1e-5" if large else "2e-5")
+    # By hand, since a YAML writer drops comments.
     lines = [
         f"# {what}: {METHODS[method]}",
         f"# Needs what `liger-trainer estimate {file} --gpu NAME` says",

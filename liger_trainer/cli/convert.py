@@ -39,6 +39,7 @@ def convert(
     from ..extras.convert import convert as read
 
     text, label = find_config(file)
+    # A table for each tool, imported only when it is asked for.
     converted = read(text, label, importlib.import_module(f"liger_trainer.extras.convert.{origin}").TOOL)
     written = converted.to_yaml()
     if out is None:
@@ -47,6 +48,7 @@ def convert(
         write_new(out, written, force)
     _tell(converted)
     try:
+        # After it was written: what needs a hand is easier to mend in a file.
         check_text(written, str(out or "the result"))
     except ConfigError as error:
         raise ConfigError(f"The result needs a hand. {error}") from None

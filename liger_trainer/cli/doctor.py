@@ -1,4 +1,4 @@
-"""`doctor`: what `patch` would swap in a model, what it would not, and why."""
+"""`doctor`, `env` and `selfcheck`: what `patch` would swap, what is installed, and whether the ops are right."""
 
 import dataclasses
 import json
@@ -41,6 +41,7 @@ def doctor(
     """Print what patch would swap in a model and what it would leave alone. Loads no weights and needs no GPU."""
     if (model is None) == (not every):
         raise ConfigError("doctor takes a model or --all: liger-trainer doctor llama, liger-trainer doctor --all.")
+    # transformers warns of nearly every default configuration.
     _silence()
     from ..tools.doctor import config_of, diagnose, diagnose_all, document, family_of, markdown_report
 
@@ -101,8 +102,6 @@ def _print_all(diagnoses: "list[Diagnosis]") -> None:
 
 
 # `env`: the installed versions, the GPU, and what is missing for which purpose.
-
-
 NEEDED = (
     "torch", "transformers", "trl", "peft", "datasets", "accelerate", "safetensors", "typer", "rich", "PyYAML",
     "jinja2", "matplotlib",
@@ -174,8 +173,6 @@ def _print_versions(facts: dict[str, Any]) -> None:
 
 
 # `selfcheck`: compare the gradients of the ops with plain torch, on this device.
-
-
 DTYPES = ("float32", "bfloat16", "float16")
 PACKAGES = ("liger-trainer", "torch", "triton", "transformers")
 
@@ -189,6 +186,7 @@ def selfcheck(
     as_json: AsJson = False,
 ) -> None:
     """Check outputs and gradients of every op, and of small patched models, on this device. Exit code 1: one is off."""
+    # Before torch is imported.
     wrong = sorted(set(dtype or ()) - set(DTYPES))
     if wrong:
         raise ConfigError(f"--dtype: expected {', '.join(DTYPES)}, got {', '.join(wrong)}.")
@@ -214,6 +212,7 @@ def _device(name: str | None) -> "torch.device":
 
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        # A device may be named and not be there: only using it tells.
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # unknown, or not in this build or machine
         raise ConfigError(f"--device {name}: {str(error).partition(chr(10))[0]}") from None
@@ -228,6 +227,7 @@ def _shown(results: "Iterator[CheckResult]") -> "Iterator[CheckResult]":
     """Yield the results, and show progress on stderr."""
     from rich.console import Console
 
+    # On stderr, since stdout may be JSON.
     with Console(stderr=True).status("Checking") as status:
         for result in results:
             status.update(f"Checking: {result.name}, {result.dtype} done")

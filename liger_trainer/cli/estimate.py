@@ -29,6 +29,7 @@ def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, a
     from ..tools.estimate.estimator import estimate as run
     from ..tools.estimate.estimator import gpu_named, present_gpu
 
+    # A wrong name is told before the simulation, which takes seconds.
     named = gpu_named(gpu) if gpu is not None else None
     settings = checked(config, overrides)
 
@@ -38,6 +39,7 @@ def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, a
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
     else:
         _print(found)
+    # None without a GPU to compare with: then nothing does not fit.
     if found.fits is False:
         assert found.gpu is not None
         raise DoesNotFitError(
@@ -51,7 +53,7 @@ def _print(found: "Estimate") -> None:
 
     console = Console(highlight=False)
     console.print(_model(found))
-    console.print(f"Memory of a GPU at its highest, {_WHEN[found.phase]}:")
+    console.print(f"Memory of a GPU at its highest, in the {_PHASES.get(found.phase, found.phase)}:")
     table = Table()
     table.add_column("part")
     table.add_column("MiB", justify="right")
@@ -64,16 +66,14 @@ def _print(found: "Estimate") -> None:
         "Highest of each phase, without cuBLAS workspaces: "
         + ", ".join(f"{k} {v:,.0f}" for k, v in found.peaks_mib.items())
     )
+    # Where they are always recorded, they are part of the peak.
     if found.graphs_mib is not None and "CUDA graphs" not in found.parts_mib:
         console.print(f"CUDA graphs keep {found.graphs_mib:,.0f} MiB more, where the GPU has them free.")
     _print_amounts(console, found)
     _print_verdict(console, found)
 
 
-_WHEN = {
-    "teacher": "in the teacher's forward", "forward": "in the forward", "loss": "in the loss",
-    "backward": "in the backward", "optimizer": "in the optimizer's step",
-}  # fmt: skip
+_PHASES = {"teacher": "teacher's forward", "optimizer": "optimizer's step"}  # the others are called as they are
 
 
 def _model(found: "Estimate") -> str:

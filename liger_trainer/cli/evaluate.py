@@ -39,6 +39,7 @@ def evaluate(
     quieten()
     from ..tools.evaluate import subject_of
 
+    # All of them before the first is measured, which may take long.
     subjects = [subject_of(name, overrides) for name in names]
     for subject in subjects:
         show_notices(subject.config)
@@ -76,6 +77,7 @@ def _evaluate(subject: "Subject") -> "Evaluation":
         with out_of_memory(TAKES_LESS):
             return run(subject)
     finally:
+        # Trainer and model refer to each other, so that only this frees them.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # for the next subject
@@ -107,5 +109,6 @@ def _print(found: "list[Evaluation]") -> None:
         against = f" against {evaluation.teacher}" if evaluation.teacher else ""
         rows = f"{evaluation.data.test_rows} rows ({evaluation.data.held_out})"
         console.print(f"{evaluation.name}: {evaluation.model}{against}, {rows}", soft_wrap=True)
+    # The hash is over the rows that were used, in their order.
     if len({evaluation.data.sha256 for evaluation in found}) > 1:
         console.print("The rows differ, so these columns can't be compared.", style="red")

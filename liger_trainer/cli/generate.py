@@ -34,6 +34,7 @@ def generate(
     """Sample data from a teacher, drop what is of no use, write a dataset; the same command goes on if interrupted."""
     from ..extras.generate.options import read_options
 
+    # Before the imports, which take seconds.
     options = read_options(settings or [])
     quieten()
     from ..extras.generate.run import generate as run
@@ -55,6 +56,7 @@ def _progress() -> Iterator[Callable[[int, int | None], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
     columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    # stdout may be a pipe, and a bar is no line of a log.
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("rows", total=None)
         yield lambda rows, asked: bar.update(task, completed=rows, total=asked)

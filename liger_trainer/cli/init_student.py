@@ -35,6 +35,7 @@ def _print(config: "RunConfig", path: Path, record: "StudentRecord", student: "P
     from ..run.reports.tables import DISTILL_ROWS
 
     console = Console()
+    # By their number in the original, since that is what importances are of.
     new = {old: index for index, old in enumerate(record.layers_kept)}
     kinds = getattr(student.config.get_text_config(decoder=True), "layer_types", None)
     layers = Table(title=f"Layers of {record.teacher}", title_justify="left")
@@ -72,6 +73,7 @@ def _next_command(config: "RunConfig", path: Path) -> str:
     from ..config.yaml_reader import read_settings, setting
     from ..extras.students.make import CHOICE
 
+    # On the command line they need not be repeated; in the file they would drop layers of the student too.
     in_file = [key for key in read_settings(*find_config(config.source)).values if key in (*STUDENT_KEYS, CHOICE)]
     return shlex.join(
         ["liger-trainer", "run", config.source, setting("model_name_or_path", path), *(f"~{key}" for key in in_file)]

@@ -38,6 +38,7 @@ def merge(
     name = base or adapter.get("base_model_name_or_path")
     if not name:
         raise ConfigError(f"{run_dir / ADAPTER} does not name its base model; name it with --base MODEL.")
+    # Before the base is loaded, which may take minutes.
     _check_target(out, run_dir, name, force)
     from ..common.weights import check_mergeable
 
@@ -57,6 +58,7 @@ def merge(
             files = sorted(path.name for path in staged.iterdir())
             (staged / MANIFEST).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
             if out.exists():
+                # Only now that the new one is whole; a link is kept, and what it leads to is replaced.
                 shutil.rmtree(out.resolve())
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}") from None
@@ -117,9 +119,11 @@ def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -
         raise ConfigError(f"--dtype: expected float32, bfloat16 or float16, got {dtype!r}.")
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+        # Weights in 4 bits would be unpacked, added to, and packed again, with another error.
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(f"{name} is quantized on disk; name the unquantized model with --base MODEL.")
         load = partial(auto_class(config).from_pretrained, trust_remote_code=False)
+        # In fp32 the sum is rounded once, when it is saved.
         model = load_whole(load, path, revision=revision, dtype=torch.float32)
     except ConfigError:
         raise

@@ -29,9 +29,10 @@ def report(
         raise ConfigError(f"--output: expected a name that ends in .html, got {output}.")
     from ..common.files import REPORT, writing_to
     from ..run.reports.html import is_report, write_report
-    from ..run.reports.read_run import read_runs
+    from ..run.reports.tables import read_runs
 
     runs = read_runs(run_dirs)
+    # A run's own report may always be written again.
     of_a_run = output is None and len(run_dirs) == 1
     target = run_dirs[0].expanduser() / REPORT if of_a_run else (output or Path(REPORT)).expanduser()
     if target.exists() and not (of_a_run or force or is_report(target)):

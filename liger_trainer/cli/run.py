@@ -52,6 +52,7 @@ def start(config: str, overrides: list[str], command: list[str], launcher: list[
     from ..run.launch import as_rank
 
     try:
+        # Until training begins a signal of a scheduler ends the run like Ctrl-C.
         with as_rank(), handling(interrupt):
             _start(config, overrides, command, launcher)
     except KeyboardInterrupt:  # outside training, or a second one: `train_loop.train` saves a checkpoint first
@@ -66,6 +67,7 @@ def _start(config: str, overrides: list[str], command: list[str], launcher: list
     from ..run.launch import launch, launcher_arguments
 
     checked = load_run_config(config, overrides)
+    # transformers looks when it makes the trainer: after the weights were loaded.
     missing = not_installed(checked["report_to"])
     if missing is not None:
         raise checked.error("report_to", missing)
@@ -83,6 +85,7 @@ def _run_recipe(config: "RunConfig") -> None:
     words, sys.argv = sys.argv, [redact(word) for word in sys.argv]  # some trackers send the command line
     try:
         with out_of_memory(TAKES_LESS):
+            # By its name, so that a recipe is a file that one can copy.
             importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config.on_this_machine())
     finally:
         sys.argv = words

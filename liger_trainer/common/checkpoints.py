@@ -253,23 +253,19 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
     surplus = others[: max(len(others) - max(limit - len(kept), 0), 0)]
     if surplus:
         _verify(newest)
+    staging = newest.parent / STAGING
     for path in surplus:
-        _remove(path)
+        # its name first: one that is half removed must not look like a checkpoint
+        staging.mkdir(exist_ok=True)
+        doomed = staging / f"removed-{path.name}"
+        os.replace(path, doomed)
+        doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
 
 
 def _verify(checkpoint: Path) -> None:
     reason = damage(checkpoint, contents=True)
     if reason is not None:
         raise CorruptError(f"{checkpoint} was saved, but {reason}. Earlier checkpoints are kept. Check the disk.")
-
-
-def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, its name first: one that is half removed must not look like one."""
-    staging = checkpoint.parent / STAGING
-    staging.mkdir(exist_ok=True)
-    doomed = staging / f"removed-{checkpoint.name}"
-    os.replace(checkpoint, doomed)
-    doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
 
 
 # The manifest of a folder: size and SHA-256 of every file, so that a lost, cut off or changed one is noticed.

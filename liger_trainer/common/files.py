@@ -1,4 +1,4 @@
-"""Names of the files of a run, and writing that leaves no half-written file or folder behind."""
+"""The files of a run: names, writing that leaves nothing half-written behind, errors of the disk, the folder's lock."""
 
 import errno
 import hashlib

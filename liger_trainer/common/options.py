@@ -31,9 +31,7 @@ _WORDS = {
     "boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text", "array": "a list",
     "object": "a mapping", "null": "null",
 }  # fmt: skip
-_ITEMS = {
-    "string": "text", "integer": "integers", "number": "numbers", "object": "mappings", "boolean": "true and false",
-}  # fmt: skip
+_ITEMS = dict(string="text", integer="integers", number="numbers", object="mappings", boolean="true and false")
 LIMIT_NAMES = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _BOUNDS = (
     ("minimum", "of at least", float.__ge__),
@@ -115,7 +113,10 @@ def complaints(value: Any, rule: Rule, path: tuple = ()) -> Iterator[tuple[tuple
     if "enum" in rule:
         fits = any(value == option and type(value) is type(option) for option in rule["enum"])
     if not fits:
-        yield path, f"expected {words(rule)}, got {got(value)}.{_hint(value, rule)}"
+        hint = did_you_mean(value, [option for option in rule.get("enum", ()) if isinstance(option, str)])
+        if isinstance(value, float) and value.is_integer() and "integer" in allowed:
+            hint = f" Write {int(value)}."
+        yield path, f"expected {words(rule)}, got {got(value)}.{hint}"
     elif kind in ("integer", "number"):
         yield from ((path, text) for text in _outside(value, rule))
     elif kind == "array":
@@ -130,12 +131,6 @@ def complaints(value: Any, rule: Rule, path: tuple = ()) -> Iterator[tuple[tuple
             json.loads(value)
         except json.JSONDecodeError as error:
             yield path, f"expected a mapping, got text that is no JSON: {error}"
-
-
-def _hint(value: Any, rule: Rule) -> str:
-    if isinstance(value, float) and value.is_integer() and "integer" in kinds(rule):
-        return f" Write {int(value)}."
-    return did_you_mean(value, [option for option in rule.get("enum", ()) if isinstance(option, str)])
 
 
 def _outside(value: float, rule: Rule) -> Iterator[str]:
@@ -374,7 +369,11 @@ def check_options(config: Any, *classes: type) -> None:
     """
     for cls in classes:
         check_values(vars(config), cls)
-    changed = {item.name for item in dataclasses.fields(config) if getattr(config, item.name) != _default(item)}
+    changed = set()
+    for item in dataclasses.fields(config):
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        if getattr(config, item.name) != default:
+            changed.add(item.name)
     declared = [conflict for cls in classes for conflict in conflicts_of(cls)]
     for key, message in clashes(OptionValues(vars(config), changed), declared):
         raise ValueError(f"{key}: {message}")
@@ -390,7 +389,3 @@ def _python_rule(item: dataclasses.Field) -> Rule:
     kind = "integer" if is_integer else "string" if "pattern" in limits else "number"
     types = [kind, *(["array"] if "items" in limits else ()), *(["null"] if item.default is None else ())]
     return {"type": types, **limits} if limits or is_integer else {}
-
-
-def _default(item: dataclasses.Field) -> Any:
-    return item.default_factory() if item.default_factory is not MISSING else item.default

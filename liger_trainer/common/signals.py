@@ -1,4 +1,4 @@
-"""What ends a run: signals, which are handled for a while. And its worker processes, which end with it."""
+"""What ends a run, its worker processes and work that takes too long: signals, which are handled for a while."""
 
 import math
 import os
@@ -62,8 +62,6 @@ def _end_with_parent(_: Any) -> None:
 
 
 # End work that takes too long or too much memory, such as a chat template that never ends.
-
-
 try:
     import resource
 except ImportError:  # Windows

@@ -1,4 +1,4 @@
-"""Load models and adapters only from files that have all of their weights, and no others.
+"""Load models and adapters only from files that have all of their weights, and no others; merge adapters.
 
 transformers and PEFT draw missing weights at random, leave unexpected ones out, and only warn. Here that is an error
 which names the tensors.
@@ -128,8 +128,6 @@ def named(names: Iterable[str]) -> str:
 #
 # `merged` is the only function here that merges. It compares logits before and after, since PEFT adds a product to a
 # matrix that embedding and head share, and warns.
-
-
 UNREADABLE = (SafetensorError, EOFError, UnpicklingError)
 # |merged - adapter's| / |adapter's| of the logits. In half precision each merged weight is rounded once; in 4 and 8
 # bits PEFT quantises the sum again.
@@ -167,7 +165,10 @@ def adapter_at(name: Any, revision: str | None = None) -> Adapter | None:
         found = find_adapter_config_file(str(name), revision=revision)
     except (OSError, ValueError):  # no name that a hub could have
         return None
-    if found is None or _has_model(Path(str(name))):
+    folder = Path(str(name))
+    weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    whole = (folder / "config.json").is_file() and any(not x.name.startswith("adapter_model") for x in weights)
+    if found is None or whole:
         return None
     try:
         config = json.loads(Path(found).read_text(encoding="utf-8"))
@@ -187,11 +188,6 @@ def check_mergeable(kind: str) -> None:
             f"{kind} is no change of weights, so it cannot be merged into its base, nor teach. `chat` and `eval` read "
             "such adapters; train LoRA for a model of its own."
         )
-
-
-def _has_model(folder: Path) -> bool:
-    weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
-    return (folder / "config.json").is_file() and any(not file.name.startswith("adapter_model") for file in weights)
 
 
 def load_merged(load: Callable[..., Any], name: str, **options: Any) -> Any:
@@ -250,7 +246,8 @@ def _fit_vocabulary(model: Any, name: str, revision: str | None) -> None:
     PEFT saves resized embeddings with the adapter, and cannot load them into a base as it was before.
     """
     rows, tied = shape_of(model.get_input_embeddings().weight)[0], _tied(model)
-    paths = [_path_of(model, module) for module in (model.get_input_embeddings(), model.get_output_embeddings())]
+    path_of = {module: path for path, module in model.named_modules()}
+    paths = [path_of.get(module, "") for module in (model.get_input_embeddings(), model.get_output_embeddings())]
     of_hub: dict[str, Any] = {"revision": revision} if revision else {}
     weights = load_peft_weights(name, device="cpu", **of_hub)
     whole, products = ([_rows_in(weights, path, axes) for path in paths] for axes in (WHOLE, PRODUCTS))
@@ -282,10 +279,6 @@ def _trained_tokens(name: str, revision: str | None) -> set[int]:
     tokens = config.get("trainable_token_indices") or config.get("token_indices") or []
     lists = tokens.values() if isinstance(tokens, dict) else [tokens]
     return {token for each in lists for token in each}
-
-
-def _path_of(model: nn.Module, wanted: nn.Module | None) -> str:
-    return next((path for path, module in model.named_modules() if module is wanted), "")
 
 
 def merged(model: Any) -> Any:

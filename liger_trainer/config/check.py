@@ -52,6 +52,7 @@ def check(
     problems += [*words.findings, *_override(given, words.values, label)]
     told: list[Finding] = []
     given = _present_names(given, problems, told)
+    # Which keys there are depends on the recipe, so it is guessed even from what is misspelt.
     recipe = _recipe(given, problems)
     checked = _check_settings(given, recipe, label, schema, allow_env, paths)
     return replace(checked, problems=[*problems, *checked.problems], notices=[*told, *checked.notices])
@@ -67,8 +68,12 @@ def _check_settings(
     problems += _unknown(given, schema, recipe)
     problems += _wrong_types(known, keys)
     problems += _missing(given, recipe, label)
-    problems += _left_out(given)
+    for key, setting in given.items():
+        if SECRET in repr(setting.value):  # a run wrote it down without the secret
+            message = f"a secret was left out here ({SECRET}); give it again on the command line: {key}=..."
+            problems.append(Finding(setting.where, key, message))
 
+    # A key that is wrong by itself is left out of all checks of several keys: one mistake, one message.
     wrong = {problem.key for problem in problems}
     settings = {key: Setting(read(setting.value, keys[key].rule), setting.where) for key, setting in known.items()}
     values = {key: deepcopy(spec.default) for key, spec in keys.items()}
@@ -96,6 +101,7 @@ def _override(given: dict[str, Setting], words: Mapping[str, Setting], label: st
     """Put the command line's settings over those of the file; `~key` takes one out."""
     in_file = tuple(given)
     for key, setting in words.items():
+        # A key with the value DROPPED is one that the command line takes out: `~key`.
         if setting.value is not DROPPED:
             given[key] = setting
         elif key in given:
@@ -159,18 +165,11 @@ def _wrong_types(settings: Mapping[str, Setting], keys: Mapping[str, Any]) -> It
         rule = keys[key].rule
         for path, message in complaints(read(setting.value, rule), rule):
             steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+            # complaints knows only what is allowed; what was allowed once gets the reason.
             for kind, instead in REMOVED_KINDS.items():
                 if key == "losses" and f"'{kind}'" in message:
                     message = f"{kind} was removed: {instead}."
             yield Finding(setting.place(path), key, f"{steps}: {message}" if steps else message)
-
-
-def _left_out(given: Mapping[str, Setting]) -> Iterator[Finding]:
-    """Settings that a run wrote down without the secret in them."""
-    for key, setting in given.items():
-        if SECRET in repr(setting.value):
-            message = f"a secret was left out here ({SECRET}); give it again on the command line: {key}=..."
-            yield Finding(setting.where, key, message)
 
 
 def _no_loss(values: Mapping[str, Any], settings: Mapping[str, Setting], label: str) -> Iterator[Finding]:
@@ -210,6 +209,7 @@ def _recipe_defaults(
     """
     if values["output_dir"] is None:
         yield "output_dir", str(Path("outputs", Path(label).parent.name, Path(label).stem))
+    # fp16 excludes bf16, and without a GPU TRL's default, true, is an error.
     if values["bf16"] is None and (values["fp16"] or values["use_cpu"]):
         yield "bf16", False
     if "num_sample_completions" not in settings and SHARDED.holds(OptionValues(values, ())):
@@ -255,6 +255,7 @@ def missing_paths(settings: Mapping[str, Setting]) -> Iterator[Finding]:
 def _names(key: str, value: Any) -> Iterator[tuple[tuple, str]]:
     if key in PATHS and isinstance(value, str):
         yield (), value
+    # Parts of a mixture and of several teachers name files of their own.
     for index, entry in enumerate(value if key in _IN_A_LIST and isinstance(value, list) else ()):
         for name in _IN_A_LIST[key] if isinstance(entry, dict) else ():
             listed = entry.get(name)
@@ -265,6 +266,7 @@ def _names(key: str, value: Any) -> Iterator[tuple[tuple, str]]:
 
 def _is_local(name: str) -> bool:
     """Whether a name can only be a path: a hub id is "name" or "owner/name", and `demo:` and URLs have a colon."""
+    # A pattern may match no file here and still be meant for the hub.
     if ":" in name or "*" in name:
         return False
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_FILES)

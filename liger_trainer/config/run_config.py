@@ -61,6 +61,7 @@ class RunConfig:
 
     def shown(self, key: str) -> Any:
         """A value as it may be printed and written: in types that YAML knows, without secrets."""
+        # An enum or a path is no type of YAML, and would be written as a tag that no safe reader takes.
         value = _plain(self.values[key])
         if isinstance(value, str) and names_a_secret(key):
             return None
@@ -114,6 +115,7 @@ class RunConfig:
             from ..trainers.config import LigerConfig as training_class
         elsewhere = ("model_init_kwargs", "resume_from_checkpoint")
         sections = ("rows", "images", "step", "qat", "non_finite", "training", "distillation", "sampling")
+        # Commands ask the machine themselves; this is for who makes the arguments directly.
         args = self.on_this_machine()._build(training_class, sections, elsewhere)
         if self.recipe != "sft":
             args.allow_missing_weights = self["allow_missing_weights"]  # a key of every recipe
@@ -138,6 +140,7 @@ class RunConfig:
 
     def _build(self, cls: type, sections: tuple[str, ...], elsewhere: tuple[str, ...] = ()) -> Any:
         keys = self.schema.keys
+        # A copy: TRL and transformers change lists and mappings that they are given.
         chosen = {k: deepcopy(self.values[k]) for k in self.settings if keys[k].section in sections}
         with self.refusals(cls.__name__):
             return cls(**{k: v for k, v in chosen.items() if k not in elsewhere})
@@ -153,6 +156,7 @@ class RunConfig:
         How this start of the run came about is left out: the checkpoint it went on from, and leave to overwrite.
         """
         keys = self.schema.of(self.recipe).keys
+        # A folder that is resumed must not resume again from the checkpoint of an earlier start.
         of_this_start = ("resume_from_checkpoint", "force_resume", "overwrite_output_dir")
         chosen = {k: self.shown(k) for k in self.settings if k not in of_this_start}
         chosen["recipe"] = self.recipe
@@ -194,6 +198,8 @@ def check_text(
     shipped = shipped_schema()
     same = shipped.is_of_installed()
     settings, allow_env = [word for word in overrides if word != ALLOW_ENV], ALLOW_ENV in overrides
+    # The shipped schema needs no import of TRL, which takes seconds. It may be wrong only where another TRL is
+    # installed: then what it refuses is judged again by that one.
     if same or not exact:
         checked = check(text, label, settings, shipped, allow_env, paths)
     if not same and (exact or checked.problems):
@@ -201,10 +207,12 @@ def check_text(
 
         checked = check(text, label, settings, installed_schema(), allow_env, paths)
     for key, setting in checked.settings.items():
+        # Before anything is printed: a message may quote a value.
         remember_settings(key, setting.value)
     problems = [*checked.problems, *(needs_trust(checked.settings) if found else ())]
     if problems:
         raise _report(label, problems)
+    # Now, since libraries read their variables when they are imported.
     for variable, value in (checked.values["env"] or {}).items() if not found else ():
         os.environ[str(variable)] = str(value)
     notices = tuple(in_order(checked.notices))

@@ -6,6 +6,8 @@ from typing import Any
 from ..common.options import given, on, option
 from ..trainers.options import ALLOW_MISSING_WEIGHTS
 
+# Each option is declared once, here: limits, choices, what it needs and excludes. YAML, Python, the JSON schema and
+# docs/configs.md read it.
 RECIPES = ("sft", "distill")
 
 
@@ -53,6 +55,7 @@ class RunOptions:
     student_output_dir: str | None = option(
         None, "Where `init-student` writes; default: output_dir with -student appended."
     )
+    # LigerDistillConfig has it too, for its teachers.
     allow_missing_weights: bool = option(False, ALLOW_MISSING_WEIGHTS)
     holdout_fraction: float = option(
         0.05,
@@ -94,6 +97,7 @@ class RunOptions:
         "with exit code 124. Each start counts anew.",
         gt=0,
     )
+    # Which variables are allowed: check.py.
     env: dict[str, Any] | None = option(None, "Environment variables of the run, set before anything is imported.")
 
 

@@ -1,8 +1,9 @@
-"""The keys a configuration may have: read from schema.json, so that nothing of TRL or torch is imported.
+"""What comes with the package: the keys that a configuration may have, in schema.json, and configurations.
 
-That file is a JSON Schema, for editors too, written by `liger-trainer schema --write` from the dataclasses of TRL and
-ours (`schema_writer`). It holds the keys of the TRL and transformers it was written with; where others are installed,
-`schema_writer.installed_schema` reads their dataclasses instead, at the price of importing them.
+Nothing of TRL or torch is imported. schema.json is a JSON Schema, for editors too, written by `liger-trainer schema
+--write` from the dataclasses of TRL and ours (`schema_writer`). It holds the keys of the TRL and transformers it was
+written with; where others are installed, `schema_writer.installed_schema` reads their dataclasses instead, at the
+price of importing them.
 """
 
 import importlib.resources
@@ -34,6 +35,7 @@ SECTIONS = {
     "sampling": "completions that are sampled in training",
     "elsewhere": "the rest of TRL's DistillationConfig",
 }
+# Sections whose keys only `recipe: distill` knows.
 DISTILL_ONLY = ("distillation", "sampling", "elsewhere")
 SOURCES = ("trl", "transformers")
 
@@ -78,6 +80,7 @@ def from_json(document: dict[str, Any]) -> Schema:
     keys = {}
     for name, rule in document["properties"].items():
         rule = dict(rule)
+        # Our own entries in the schema; what is left is the rule.
         section, default = rule.pop("x-section"), rule.pop("default")
         keys[name] = Key(section, default, rule, rule.pop("description", ""))
     return Schema(keys, document["x-generated-from"])
@@ -106,9 +109,8 @@ def installed_versions() -> dict[str, str]:
 
 
 # Finds a configuration: a file, or one of those that come with the package, with what it promises to need.
-
-
 MAX_BYTES = 100_000
+# tests/tools/test_promises.py compares this promise with `estimate`.
 _NEEDS = re.compile(r"^# Needs (?:(\d+) GPUs?, about (\d+) GB(?: each)?|two CPU cores, (\d+) GB)[;, ]", re.M)
 
 
@@ -150,6 +152,7 @@ def find_config(name: str) -> tuple[str, str]:
     """
     path = Path(name).expanduser()
     if path.is_file():
+        # A file of data named by mistake would be parsed for minutes.
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{name}: larger than {MAX_BYTES // 1000} kB, which is no configuration.")
         try:
@@ -157,6 +160,7 @@ def find_config(name: str) -> tuple[str, str]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{name}: cannot be read as UTF-8 text: {error}") from None
     known = built_in_configs()
+    # `ls` prints names without the suffix, and people type it.
     wanted = name.removesuffix(".yaml").removesuffix(".yml")
     if wanted in known:
         return known[wanted].read_text(encoding="utf-8"), f"{wanted}.yaml"

@@ -28,6 +28,7 @@ from .schema import FILE, SECTIONS, Schema, from_json, installed_versions, shipp
 
 # their descriptions are ours to ship
 OWN = ("run", "launch", "rows", "images", "step", "qat", "non_finite", "distillation", "sampling")
+# Limits of keys that are TRL's and transformers': their dataclasses declare none.
 _AT_LEAST_ONE = (
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length lora_r lora_alpha "
     "dataset_num_proc save_total_limit torch_empty_cache_steps"
@@ -45,6 +46,7 @@ LIMITS: dict[str, dict[str, float]] = {
     "label_smoothing_factor": {"ge": 0, "lt": 1},
     "test_split_size": {"gt": 0, "lt": 1},
 }
+# PEFT knows more tasks, and no trainer here trains them.
 CHOICES = {"lora_task_type": ["CAUSAL_LM"]}
 _ENTRY_TYPES = {
     "name": {"type": "string"},
@@ -128,6 +130,7 @@ def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
         "qat": QatConfig, "non_finite": NonFiniteConfig, "training": SFTConfig, "distillation": LigerDistillConfig,
         "sampling": SamplingConfig,
     }  # fmt: skip
+    # Not every TRL has it at this place.
     if hasattr(trl, "DistillationConfig"):
         classes["elsewhere"] = trl.DistillationConfig
     apart = {"distillation": {item.name for item in dataclasses.fields(SamplingConfig)}}  # inherited, and listed later
@@ -159,9 +162,12 @@ def _property(item: dataclasses.Field, hint: Any, section: str, described: bool)
 
 def _rule(hint: Any, choices: Iterable[str] = ()) -> Rule:
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    options = [*choices] or [member.value for enum in members if _is_enum(enum) for member in enum]
+    options = [*choices] or [
+        member.value for enum in members if isinstance(enum, type) and issubclass(enum, Enum) for member in enum
+    ]
     if options:
         return {"enum": [*options, *([None] if type(None) in members else [])]}
+    # int | None becomes ["integer", "null"], list[str] also what is in it.
     rule: Rule = {"type": []}
     for member in members:
         kind, inside = _type(member)
@@ -195,10 +201,6 @@ def _type(member: Any) -> tuple[str, Rule]:
     return "object", {}  # a class that is built from a mapping, such as ParallelismConfig
 
 
-def _is_enum(member: Any) -> bool:
-    return isinstance(member, type) and issubclass(member, Enum)
-
-
 def schema_text(document: Mapping[str, Any]) -> str:
     """The document as JSON with a line a key, so that a change of one key is a change of one line."""
     properties = document["properties"]
@@ -217,20 +219,17 @@ def markdown() -> str:
     """docs/configs.md: every key of the shipped schema with type and default, by where it comes from."""
     schema = shipped_schema()
     versions = " and ".join(f"{package} {number}" for package, number in schema.versions.items())
-    return "\n".join(
-        [
-            "# Keys of a configuration",
-            "",
-            "<!-- Written by `liger-trainer schema --write`; do not edit. -->",
-            "",
-            f"Every key that `liger-trainer run` knows, with {versions}. `liger-trainer config` prints them",
-            "with their effective values and where each was set; `liger-trainer schema` prints this as JSON Schema,",
-            "and with `--describe` also the texts that the installed TRL and transformers have for theirs. How values",
-            "are given, and what is accepted beside these names: [the command line](cli.md).",
-            *_tables(),
-            "",
-        ]
-    )
+    tables = "\n".join(_tables())
+    return f"""# Keys of a configuration
+
+<!-- Written by `liger-trainer schema --write`; do not edit. -->
+
+Every key that `liger-trainer run` knows, with {versions}. `liger-trainer config` prints them
+with their effective values and where each was set; `liger-trainer schema` prints this as JSON Schema,
+and with `--describe` also the texts that the installed TRL and transformers have for theirs. How values
+are given, and what is accepted beside these names: [the command line](cli.md).
+{tables}
+"""
 
 
 def _tables() -> Iterator[str]:
@@ -257,6 +256,7 @@ def write(root: Path) -> list[Path]:
     """Write both files into the checkout at `root`, and return their paths."""
     schema, reference = root / "liger_trainer" / "config" / FILE, root / "docs" / "configs.md"
     schema.write_text(schema_text(json_schema()), encoding="utf-8")
+    # The page below is written from the schema that was just written.
     shipped_schema.cache_clear()
     reference.write_text(markdown(), encoding="utf-8")
     return [schema, reference]

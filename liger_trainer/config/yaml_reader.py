@@ -1,4 +1,4 @@
-"""Reads YAML and keeps the line of every value.
+"""Reads settings, from YAML and from a command line, and keeps the place of every value.
 
 Scalars follow YAML 1.2: `2e-4` is a number and `no` is a string (so `eval_strategy: no` means what it says); where a
 switch is wanted, `yes`, `no`, `on` and `off` are understood as such later, by the type of the key.
@@ -164,6 +164,7 @@ def read_settings(text: str, label: str) -> ParsedSettings:
         if not isinstance(node, yaml.MappingNode):
             kind = type(node).__name__.removesuffix("Node").lower()
             raise ConfigError(f"{label}: expected `key: value` lines, got a YAML {kind}.")
+        # PyYAML takes the last of two, silently.
         findings = list(_given_twice(node, label))
         places = dict(_places(loader, node, label))
         values = loader.construct_document(node)
@@ -172,6 +173,7 @@ def read_settings(text: str, label: str) -> ParsedSettings:
         place = f"{label}:{mark.line + 1}:{mark.column + 1}" if mark else f"{label}:1"
         raise ConfigError(f"{place}: {error.problem or 'not valid YAML'}.") from None
     except yaml.reader.ReaderError as error:
+        # This error has no mark, only how many characters came before.
         before = text[: error.position]
         place = f"{label}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
         raise ConfigError(f"{place}: the character {chr(error.character)!r} is not allowed in YAML.") from None
@@ -237,6 +239,7 @@ def parse_overrides(arguments: list[str]) -> ParsedSettings:
         if re.match(r"^~[A-Za-z_][\w-]*$", argument):
             parsed.values[argument[1:].replace("-", "_")] = Setting(DROPPED, COMMAND_LINE)
             continue
+        # HfArgumentParser, which TRL's scripts use, takes `--key value`, so people have it in their shell history.
         if argument.startswith("--") and "=" not in argument:
             texts = _values_of_flag(arguments, position)
             position += len(texts)
@@ -251,6 +254,7 @@ def parse_overrides(arguments: list[str]) -> ParsedSettings:
         try:
             values = [parse_yaml(text) for text in texts]
         except (yaml.YAMLError, ValueError):
+            # An unquoted list comes in several words.
             split = " ".join(texts).lstrip()[:1] in ("[", "{")  # by the shell, at its first space
             quoted = f"'{key}=...'" if split else f"{key}='\"...\"'"
             message = f"{' '.join(texts)!r} is no YAML value; put it in quotes: {quoted}."

@@ -179,7 +179,7 @@ def _locked(path: Path, step: Callable[[str], None]) -> Iterator[None]:
 
 
 def _build(model: DemoModel, target: Path, step: Callable[[str], None]) -> None:
-    """Make the directory beside `target` and move it there in one step. The caller holds the lock."""
+    """Make the directory next to `target` and move it there in one step. The caller holds the lock."""
     with staged_folder(target) as staged:
         downloads = staged / ".downloads"
         downloads.mkdir()
@@ -197,7 +197,7 @@ def _build(model: DemoModel, target: Path, step: Callable[[str], None]) -> None:
 
 
 def _fetch_gguf(model: DemoModel, downloads: Path, step: Callable[[str], None]) -> Path:
-    """Return a checked copy of the GGUF file, alone in a folder: transformers would read files beside it."""
+    """Return a checked copy of the GGUF file, in a folder without others, which transformers would read too."""
     copy = downloads / "gguf" / Path(model.gguf).name
     copy.parent.mkdir()
     if named := os.environ.get("LIGER_TRAINER_DEMO_GGUF"):

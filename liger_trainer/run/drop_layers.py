@@ -54,6 +54,7 @@ def drop_layers(
             f"The configuration of {type(model).__name__} cannot describe a model of its layers {kept}. "
             f"Keep other layers, or make the student yourself. {error}"
         ) from error
+    # from_config makes a default one, without the tokens that end a text.
     student.generation_config = copy.deepcopy(model.generation_config)
     return student.train(model.training)
 
@@ -116,6 +117,7 @@ def _copy_tensors(teacher: PreTrainedModel, student: PreTrainedModel, path: str,
 
 def fill(student: PreTrainedModel, state: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
     """Give a model on the meta device the tensors of a state dict, and those buffers that none holds."""
+    # assign: the student is on the meta device, and has nothing to copy into.
     student.load_state_dict(state, assign=True)
     student.tie_weights()
     for name, buffer in list(student.named_buffers(remove_duplicate=False)):
@@ -135,6 +137,7 @@ def _check_layers(teacher_layers: nn.ModuleList, student_layers: nn.Module, kept
         copies = dict(student_layers.get_submodule(str(new)).named_modules())
         if different := originals.keys() ^ copies.keys():
             raise ValueError(f"Only one of teacher and student has {sorted(different)} in layer {old}.")
+        # Only the index of the layer may differ.
         for name, module in copies.items():
             original = _settings(originals[name])
             for key, value in _settings(module).items():

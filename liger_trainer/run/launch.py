@@ -1,4 +1,7 @@
-"""Start a run again through accelerate's launcher, for several processes, and end all of them together."""
+"""How and where a run starts: again in its folder, in several processes through accelerate's launcher, on which device.
+
+The processes of a launcher end together. Imports no torch until it is needed.
+"""
 
 import importlib.metadata
 import json
@@ -62,13 +65,16 @@ def resumption(
             raise ConfigError(
                 f"the run in {run_dir} is finished ({METRICS} is there); to train on, say for how long: {command}"
             )
+        # It holds results, which a run replaces only when it is told to.
         overrides = ["overwrite_output_dir=true", *overrides]
     named = parse_overrides(overrides).values
     brought = read_settings(config.read_text(encoding="utf-8"), str(config)).values
+    # The configuration came with the folder, perhaps from somebody else.
     for finding in needs_trust({key: given for key, given in brought.items() if key not in named}):
         if finding.key != API_KEY:  # the run has sent it there
             raise ConfigError(str(finding))
     settings = [setting("output_dir", run_dir), *overrides]
+    # Whether they are whole the run looks when it starts, before it loads anything.
     names = [path.name for path in checkpoints_in(run_dir)]
     if checkpoint is None and not names:
         print(f"liger-trainer: no checkpoint in {run_dir}: the run starts from the beginning.", file=sys.stderr)
@@ -98,20 +104,14 @@ def launcher_arguments(config: "RunConfig") -> list[str]:
         if spec.section != "launch" or config[key] is None:
             continue
         if key == "accelerate_config":
-            arguments += ["--config_file", str(_accelerate_config(config))]
+            file, names = accelerate_file(config[key]), sorted(accelerate_names())
+            if file is None:
+                hint = did_you_mean(config[key], names)
+                raise config.error(key, f"expected a file or one of {', '.join(names)}, got {config[key]!r}.{hint}")
+            arguments += ["--config_file", str(file)]
         else:
             arguments += [f"--{key}", str(config[key])]
     return arguments
-
-
-def _accelerate_config(config: "RunConfig") -> Path:
-    name = config["accelerate_config"]
-    file = accelerate_file(name)
-    if file is None:
-        names = sorted(accelerate_names())
-        hint = did_you_mean(name, names)
-        raise config.error("accelerate_config", f"expected a file or one of {', '.join(names)}, got {name!r}.{hint}")
-    return file
 
 
 def _as_asked(launcher: list[str], use_cpu: bool) -> list[str]:
@@ -124,12 +124,14 @@ def _as_asked(launcher: list[str], use_cpu: bool) -> list[str]:
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
+    # accelerate reads its defaults from a file of the user, so both have to be asked.
     given = launch_command_parser().parse_args([*launcher, "liger_trainer"])
     file = given.config_file or default_config_file
     defaults = load_config_from_file(file) if Path(file).is_file() else None
     processes, machines, gpu_ids = (
         getattr(given, name) or getattr(defaults, name, None) for name in ("num_processes", "num_machines", "gpu_ids")
     )
+    # num_processes counts the processes of all machines.
     here = (processes or 1) // (machines or 1)
     if here < 2 or given.mpirun_hostfile:
         return launcher
@@ -137,6 +139,7 @@ def _as_asked(launcher: list[str], use_cpu: bool) -> list[str]:
         raise ConfigError(f"--cpu: accelerate starts one process with it, not {here}. Set use_cpu: true instead.")
     on_cpu = use_cpu or getattr(defaults, "use_cpu", False)
     gpus = 0 if on_cpu else torch.accelerator.device_count()
+    # gpu_ids "0,1" restricts the processes to these.
     gpus = min(gpus, len(str(gpu_ids).split(","))) if gpu_ids not in (None, "all") else gpus
     if 0 < gpus < here:
         raise ConfigError(
@@ -173,6 +176,7 @@ def launch(launcher: list[str], arguments: list[str], use_cpu: bool = False) -> 
         environment = {**os.environ, **secret, LAUNCHED: f"{os.getpid()}:{folder}"}
         with handling(lambda number, frame: ranks.send(number)):
             ranks.launcher = subprocess.Popen(command, env=environment, start_new_session=True)  # without our terminal
+            # The launcher ends when one rank has; others may still be saving.
             code = ranks.wait()
     sys.exit(code)
 
@@ -203,6 +207,7 @@ class Ranks:
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)
+        # None has begun: there is nothing to save, and nothing that would notice the signal.
         if not ranks:
             (self.folder / EXIT_CODE).write_text(str(128 + signal.SIGINT))
             if self.launcher is not None:
@@ -214,6 +219,7 @@ class Ranks:
         code = self.launcher.wait()
         psutil.wait_procs(self.processes())  # they save, and a scheduler ends them with this process
         noted = self.folder / EXIT_CODE
+        # A negative code is the number of the signal that ended the launcher.
         return int(noted.read_text()) if noted.is_file() else code if code >= 0 else 128 - code
 
 
@@ -227,6 +233,7 @@ def as_rank() -> Iterator[None]:
     if folder:
         with suppress(FileNotFoundError):  # the launcher has gone already
             Path(folder, f"rank-{os.getpid()}").touch()
+    # Killed with SIGKILL, neither launcher could tell its ranks, and they would train on.
     _stop_without([os.getppid(), *([int(pid)] if pid else [])])
     try:
         yield
@@ -250,6 +257,7 @@ def _note(folder: str, code: int) -> None:
 def _stop_without(pids: list[int]) -> None:
     """Send this process SIGTERM when one of `pids` has ended: nobody would end it otherwise."""
     try:
+        # A number may be given to another process later, so their start times are remembered too.
         watched = [psutil.Process(pid) for pid in pids]
     except psutil.NoSuchProcess:
         watched = None
@@ -268,8 +276,6 @@ def _stop_without(pids: list[int]) -> None:
 
 
 # Where a run happens: versions and devices, as `env` prints them and metrics.json records them.
-
-
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "datasets", "accelerate")
 
 

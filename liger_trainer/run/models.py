@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from peft import PeftModel
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel, ProcessorMixin
 from transformers.configuration_utils import PreTrainedConfig
 from trl import get_quantization_config
 
 from .. import plugins
-from ..common.weights import Adapter, adapter_at, auto_class, check_mergeable, load_whole
+from ..common.weights import adapter_at, auto_class, check_mergeable, load_whole
 from ..errors import ConfigError
 from ..losses.plan import plan_of
 from ..plugins import DEMO
@@ -63,19 +62,26 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
         path = plugins.load(DEMO).resolve_model(name) if name.startswith(DEMO) else name
     except ConfigError as error:
         raise config.error(key, str(error)) from None
+    # transformers would ask the hub for it, and say only that there is no such repository.
     looks_local = name.startswith((".", "~", "/")) or name.count("/") > 1
     if looks_local and not Path(path).expanduser().is_dir():
         raise config.error(key, f"no such directory: {name}")
     revision = config["model_revision" if key == "model_name_or_path" else "teacher_model_revision"]
     options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": config["trust_remote_code"]}
     path, of_student = os.path.expanduser(path), key == "model_name_or_path"
+    # A student must be whole, since its layers are patched and trained; a teacher is merged when it is loaded.
     adapter = adapter_at(path, revision)
     if adapter is not None and of_student:
         raise config.error(key, f"{adapter}.")
     try:
         if adapter is not None:
+            # Before anything is downloaded for it.
             check_mergeable(adapter.kind)
-        model_config = _read_config(path, adapter, options)
+            model_config = AutoConfig.from_pretrained(
+                adapter.base, **{**options, "revision": adapter.revision or "main"}
+            )
+        else:
+            model_config = AutoConfig.from_pretrained(path, **options)
         tokenizer = AutoTokenizer.from_pretrained(path, **options) if of_student else tokenizer_of(path, **options)
     except ConfigError as error:
         raise config.error(key, str(error)) from None
@@ -84,12 +90,6 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
         where = f" (no folder in {Path.cwd()})" if missing else ""
         raise config.error(key, f"{name} cannot be read as a model directory{where} or hub id: {error}") from None
     return ModelFiles(key, path, revision, model_config, tokenizer)
-
-
-def _read_config(path: str, adapter: Adapter | None, options: dict[str, Any]) -> PreTrainedConfig:
-    if adapter is None:
-        return AutoConfig.from_pretrained(path, **options)
-    return AutoConfig.from_pretrained(adapter.base, **{**options, "revision": adapter.revision or "main"})
 
 
 def with_processor(config: "RunConfig", files: ModelFiles, data: RunData) -> ModelFiles:
@@ -153,6 +153,7 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
     template = config["chat_template_path"]
     if template is not None and template.endswith((".jinja", ".j2")) and not Path(template).is_file():
         raise config.error("chat_template_path", f"no such file: {template}")
+    # Columns of prompts hold text or messages, all rows the same: the form check has seen to that.
     chat = data.facts.form == "messages" or isinstance(data.train[0].get("prompt"), list)
     if chat and template is None and not files.processing.chat_template:
         reason = "the rows are chat messages and this tokenizer has no chat template; set chat_template_path."
@@ -163,6 +164,7 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
             check_chats(rows, files.tokenizer, _template_text(config), partial(data.place, split), allow)
     vocabulary = files.tokenizer.get_vocab()
     size = files.vocab_size
+    # Such an id would be read beyond the end of the embedding: an illegal memory access on a GPU, with no name in it.
     beyond = sorted((number, token) for token, number in vocabulary.items() if number >= size)
     if beyond:
         raise config.error(
@@ -216,7 +218,7 @@ def check_same_tokenizer(config: "RunConfig", student: ModelFiles, teacher: Mode
         raise config.error("teacher_model_name_or_path", str(error)) from None
 
 
-def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel | PeftModel:
+def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
     """Load the model to train as TRL would load it, and drop the layers that the configuration leaves out.
 
     Call it after `config.training_args()`, which sets up the devices.
@@ -253,6 +255,7 @@ def load_original(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
     Raises:
         ConfigError: as `load_student`.
     """
+    # Layers and units are chosen and cut from full weights; the student may be quantised when it is trained.
     changes: dict[str, Any] = {"quantization_config": None, "device_map": None}
     if not config.given("dtype") and "dtype" not in config.init_kwargs("model_init_kwargs"):
         changes["dtype"] = "auto"
@@ -279,6 +282,7 @@ def load_weights(config: "RunConfig", files: ModelFiles, **changes: Any) -> PreT
         options["quantization_config"] = quantization
     options.update(config.init_kwargs("model_init_kwargs"))
     options.update(changes)
+    # What is no dtype of torch stays text, for transformers to refuse.
     if isinstance(options["dtype"], str) and options["dtype"] != "auto":
         options["dtype"] = getattr(torch, options["dtype"], options["dtype"])
     try:
@@ -293,6 +297,7 @@ def _device_map(config: "RunConfig") -> str | None:
     """Load straight onto the GPU if one process has it; a student that loses layers is built on the CPU."""
     if config.values.get("teacher") == "cache":  # the cache is compared with the rows before the GPU is used
         return None
+    # `auto` with several processes would spread the model of each over all GPUs.
     state = PartialState()
     alone_on_gpu = state.num_processes == 1 and state.device is not None and state.device.type not in ("cpu", "mps")
     return "auto" if alone_on_gpu and not config.drops_layers() else None

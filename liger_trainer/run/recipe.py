@@ -1,4 +1,4 @@
-"""What every recipe does around the trainer that is its own: check, load, measure, train, save, measure again."""
+"""What every recipe does around its trainer: check, load, measure, train, save, measure again, and end."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from .data.datasets import RunData, load_run_datasets
 from .launch import device_facts, versions
 from .models import ModelFiles, load_student, open_model, with_processor
 from .reports.html import verdict
-from .reports.tables import MetricRow, shown_rows
+from .reports.tables import MetricRow
 from .results import (
     RunResults,
     check_output_dir,
@@ -38,7 +38,7 @@ from .results import (
     resume_hint,
     run_console,
 )
-from .samples import Measurement, ModelFacts, Prompt, compare, measure, model_facts
+from .samples import ModelFacts, Prompt, compare, measure, model_facts
 from .train_loop import Clock, check_checkpoint, train
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def prepare(config: "RunConfig") -> OpenedRun:
         DataError: the dataset is wrong.
     """
     clock = Clock()
+    # What costs nothing is checked first. The rows come after the model, since their token ids are checked against it.
     output_dir = check_output_dir(config)
     check_checkpoint(config)
     student = open_model(config, "model_name_or_path")
@@ -91,7 +92,7 @@ def load_trainer(run: OpenedRun, trainer_class: type[TrainerT], args: Any, **tea
             train_dataset=run.data.train,
             eval_dataset=run.data.test,
             processing_class=run.student.processing,
-            peft_config=None if isinstance(student, PeftModel) else get_peft_config(config.model_args()),
+            peft_config=get_peft_config(config.model_args()),
             **teacher,
         )
     if trainer.row_facts:  # rows with images are prepared batch by batch
@@ -122,56 +123,48 @@ def train_and_save(
         ConfigError: another process trains in the output directory.
         StorageError: the disk is full, read-only or over its quota.
     """
+    # Until metrics.json is there: a run that begins in between would remove what this one has saved.
     with trainer.folder_locked():
         measure_now = partial(measure, trainer, prompts, run.config["max_new_tokens"])
-        return _train_and_save(run, trainer, measure_now, prompts, rows, teacher_texts, teacher)
+        config, clock = run.config, run.clock
+        with writing_to(run.output_dir, resume_hint(run.output_dir)):
+            show = partial(print_before, run.console, rows)
+            before, training = train(trainer, config, measure_now, clock, show)
+            with clock("save"):
+                # Before the last evaluation, so that nothing that fails from here on costs the weights.
+                save_student(trainer, config, run.output_dir)
+        with clock("measure_after"):
+            after = measure_now()
+            # Right after the student: what else the machine does slows both alike.
+            of_teacher = teacher() if teacher else None
+        results = RunResults(
+            recipe=config.recipe,
+            config=config.source,
+            before=before.metrics,
+            after=after.metrics,
+            completions=compare(prompts, before, after, teacher_texts),
+            data=run.data.facts,
+            rows=trainer.row_facts,
+            patched=patch_facts(
+                trainer.graph_reports, student=trainer.patched, teacher=getattr(trainer, "teacher_patched", None)
+            ),
+            training=training,
+            seconds=clock.seconds,
+            log_history=trainer.state.log_history,
+            models={
+                "student": model_facts(trainer.accelerator.unwrap_model(trainer.model), after.tokens_per_second),
+                **({"teacher": of_teacher} if of_teacher else {}),
+            },
+        )
+        with writing_to(run.output_dir, resume_hint(run.output_dir)):
+            finish(trainer, config, run.output_dir, results)
+        print_results(run.console, results, rows, run.output_dir)
+        print_ending(run.console, config, results, run.output_dir)
+        return run.output_dir
 
 
-def _train_and_save(
-    run: OpenedRun,
-    trainer: LigerTrainer,
-    measure_now: Callable[[], Measurement],
-    prompts: list[Prompt],
-    rows: tuple[MetricRow, ...],
-    teacher_texts: list[str] | None,
-    teacher: Callable[[], ModelFacts] | None,
-) -> Path:
-    config, clock = run.config, run.clock
-    with writing_to(run.output_dir, resume_hint(run.output_dir)):
-        before, training = train(trainer, config, measure_now, clock, partial(_show_before, run.console, rows))
-        with clock("save"):
-            save_student(trainer, config, run.output_dir)
-    with clock("measure_after"):
-        after = measure_now()
-        of_teacher = teacher() if teacher else None
-    results = RunResults(
-        recipe=config.recipe,
-        config=config.source,
-        before=before.metrics,
-        after=after.metrics,
-        completions=compare(prompts, before, after, teacher_texts),
-        data=run.data.facts,
-        rows=trainer.row_facts,
-        patched=patch_facts(
-            trainer.graph_reports, student=trainer.patched, teacher=getattr(trainer, "teacher_patched", None)
-        ),
-        training=training,
-        seconds=clock.seconds,
-        log_history=trainer.state.log_history,
-        models={
-            "student": model_facts(trainer.accelerator.unwrap_model(trainer.model), after.tokens_per_second),
-            **({"teacher": of_teacher} if of_teacher else {}),
-        },
-    )
-    with writing_to(run.output_dir, resume_hint(run.output_dir)):
-        finish(trainer, config, run.output_dir, results)
-    print_results(run.console, results, shown_rows(rows, [results.before]), run.output_dir)
-    print_ending(run.console, config, results, run.output_dir)
-    return run.output_dir
-
-
-def _show_before(console: Console, rows: tuple[MetricRow, ...], before: dict[str, float]) -> None:
-    print_before(console, shown_rows(rows, [before]), before)
+# What is written, and in which order: the trained weights before the last evaluation, and metrics.json last of all. Its
+# presence means that the run is finished, and nothing that follows training can lose the model.
 
 
 def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> None:
@@ -183,6 +176,7 @@ def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> Non
     Raises:
         ConfigError: the merged model's logits are not those with the adapter.
     """
+    # The base without the dropped layers is nowhere on disk, so an adapter of it could not be loaded.
     if isinstance(trainer.model, PeftModel) and config.drops_layers():
         trainer.model = merged(trainer.model)
     model: Any = trainer.model
@@ -203,6 +197,7 @@ def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "Ru
         content = redacted(_for_json({**asdict(results), **_circumstances(config)}))
         write_atomically(output_dir / METRICS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         _report(output_dir)
+    # Errors are raised only after this: processes that still wait for one another would hang.
     trainer.accelerator.end_training()  # ends the process group too
     nans = [name for name, value in results.after.items() if math.isnan(value)]
     if nans:
@@ -216,6 +211,7 @@ def _push(trainer: Trainer, config: "RunConfig") -> Exception | None:
     """Push the model and return the error, if any: it must not cost the results, which are not written yet."""
     try:
         trainer.push_to_hub(dataset_name=config["dataset_name"])
+    # Training took hours, and the token may have expired: the results are written first.
     except Exception as error:  # errors of huggingface_hub and of its HTTP client
         return error
     return None
@@ -236,6 +232,7 @@ def _write_card(trainer: Trainer, config: "RunConfig", output_dir: Path, results
         if trainer.is_world_process_zero():
             write_atomically(output_dir / NAME, redact(str(model_card(config, results, model))))
 
+    # TRL and PEFT write a card of their own on each save and push, which would replace this one.
     trainer.create_model_card = write
     write()
 
@@ -257,7 +254,7 @@ def _report(output_dir: Path) -> None:
         StorageError: the disk is full, read-only or over its quota.
     """
     from .reports.html import write_report
-    from .reports.read_run import read_runs
+    from .reports.tables import read_runs
 
     advice = f"again: liger-trainer report {shlex.quote(str(output_dir))}"
     try:
@@ -275,14 +272,13 @@ def _for_json(value: Any) -> Any:
         return {str(k): _for_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_for_json(v) for v in value]
+    # json.dumps would write NaN, which strict readers refuse.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
 
 
 # The last lines of a run: the verdict, and three commands that go on from here.
-
-
 STYLES = {"good": "green", "bad": "red", "": "yellow"}
 
 
@@ -306,6 +302,7 @@ def next_commands(output_dir: Path, adapter: bool) -> dict[str, str]:
         return shlex.join(["liger-trainer", *words])
 
     run, name = str(output_dir), output_dir.resolve().name
+    # `.` and `..` have no name to put a suffix on.
     above = output_dir / ".." if output_dir.name in ("", "..") else output_dir.parent
     if adapter:
         last = line("merge", run, str(above / f"{name}-merged")), "adapter and base as one model"

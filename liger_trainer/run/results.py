@@ -1,4 +1,4 @@
-"""The results of a run, and what it prints: configuration and data at the start, results at the end."""
+"""The results of a run, what it prints of its data and of them, and whether its output directory may be written to."""
 
 import shlex
 import shutil
@@ -18,7 +18,7 @@ from ..common.files import CONFIG, DEFAULTS, METRICS, REPORT, refuse_if_held, wr
 from ..patching.patcher import Patched
 from ..trainers.rows import RowFacts
 from .data.datasets import USERS_TOO, DataFacts
-from .reports.tables import MetricRow
+from .reports.tables import MetricRow, shown_rows
 from .samples import Completion, ModelFacts, comparison_table, print_completions
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None
     data.add_column()
     data.add_column(overflow="fold")
     for name, value in asdict(facts).items():
+        # Nothing was skipped, or there are no images: the row would say nothing.
         if value == {} or (name == "images" and value is None):  # nothing skipped, no images
             continue
         if isinstance(value, dict):
@@ -124,14 +125,14 @@ def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None
 
 def print_before(console: Console, rows: tuple[MetricRow, ...], before: Mapping[str, float]) -> None:
     """Print the held-out metrics of the student before training, on one line."""
-    values = (f"{row.title} {before[row.metric]:.{row.digits}f}" for row in rows)
+    values = (f"{row.title} {before[row.metric]:.{row.digits}f}" for row in shown_rows(rows, [before]))
     console.print(f"Before training, held-out rows: {', '.join(values)}", highlight=False, soft_wrap=True)
 
 
 def print_results(console: Console, results: RunResults, rows: tuple[MetricRow, ...], output_dir: Path) -> None:
     """Print completions, the table of metrics, speed, memory, and where the files are."""
     print_completions(console, results.completions)
-    console.print(comparison_table(rows, results.before, results.after))
+    console.print(comparison_table(shown_rows(rows, [results.before]), results.before, results.after))
     training = results.training
     console.print(
         f"{training.steps - training.resumed_at} steps in {training.seconds:.0f} s ({training.tokens_per_second:,.0f} "
@@ -156,12 +157,7 @@ def print_rows(console: Console, rows: dict[str, RowFacts]) -> None:
     console.print(table)
 
 
-# The output directory of a run: what may be written there, what is written, and in which order.
-#
-# The trained weights are saved before the last evaluation, and metrics.json last of all: its presence means that the
-# run is finished, and nothing that follows training can lose the model.
-
-
+# The output directory at the start of a run.
 WRITTEN = (  # names that a run writes, and others do, too
     CONFIG, REPORT, "README.md", "config.json", "generation_config.json", "model.safetensors",
     "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
@@ -178,6 +174,7 @@ def check_output_dir(config: "RunConfig") -> Path:
             would replace, and `overwrite_output_dir` is not set; another process trains in it; it is the directory of
             an input model; or it cannot be written.
     """
+    # A shell expands ~ only at the start of a word, so output_dir=~/x comes as it is.
     output_dir = Path(config["output_dir"]).expanduser()
     if (output_dir / METRICS).is_file() and not config["overwrite_output_dir"]:
         advice = "choose another output_dir or set overwrite_output_dir=true"
@@ -193,10 +190,13 @@ def check_output_dir(config: "RunConfig") -> Path:
         ]
         if taken:
             raise config.error("output_dir", f"{taken[0]} is also {key}, which would be overwritten.")
-    foreign = _foreign_files(config, output_dir)
-    if foreign and not config["overwrite_output_dir"]:
+    written = output_dir / CONFIG
+    ours = written.is_file() and DEFAULTS in written.read_text(errors="replace")  # a run has begun there
+    foreign = [name for name in WRITTEN if (output_dir / name).is_file()]
+    if foreign and not (ours or config["resume_from_checkpoint"] or config["overwrite_output_dir"]):
         advice = "choose another output_dir, or set overwrite_output_dir=true to replace them"
         raise config.error("output_dir", f"{output_dir} holds {', '.join(foreign)}, which no run wrote; {advice}.")
+    # Ranks of one run would find the lock of their first process, and refuse.
     if is_main_process():  # which takes the lock for all
         refuse_if_held(output_dir)
     check_writable(config, "output_dir", output_dir)
@@ -211,6 +211,7 @@ def check_writable(config: "RunConfig", key: str, path: Path) -> None:
     Raises:
         ConfigError: the folder, or the nearest one above it that exists, cannot be written to.
     """
+    # The folder itself is made when training begins, so that a mistake before leaves nothing behind.
     nearest = next(above for above in (path, *path.absolute().parents) if above.exists())
     try:
         with TemporaryDirectory(dir=nearest, prefix=".liger-trainer-"):
@@ -226,14 +227,6 @@ def _earlier_checkpoints(config: "RunConfig", output_dir: Path) -> list[Path]:
     They must not be mixed with its own: resuming and `save_total_limit` go by the number of the step.
     """
     return [] if config["resume_from_checkpoint"] else checkpoints_in(output_dir)
-
-
-def _foreign_files(config: "RunConfig", output_dir: Path) -> list[str]:
-    """Return the names of files that this run would replace, in a folder in which no run has begun yet."""
-    written = output_dir / CONFIG
-    if config["resume_from_checkpoint"] or written.is_file() and DEFAULTS in written.read_text(errors="replace"):
-        return []
-    return [name for name in WRITTEN if (output_dir / name).is_file()]
 
 
 def resume_hint(output_dir: Path) -> str:

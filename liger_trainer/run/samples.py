@@ -74,6 +74,7 @@ class Writing:
     @property
     def tokens_per_second(self) -> float | None:
         """None where fewer than `FEWEST_TOKENS` were written."""
+        # Without the first, in which kernels are compiled.
         tokens = sum(count for count, _ in self.completions[1:])
         seconds = sum(seconds for _, seconds in self.completions[1:])
         return round(tokens / seconds, 2) if tokens >= FEWEST_TOKENS else None
@@ -90,6 +91,7 @@ class ModelFacts:
 
 def model_facts(model: Any, tokens_per_second: float | None) -> ModelFacts:
     """Return the facts about a model of transformers or PEFT; weights in 4 bits count as they do unpacked."""
+    # num_parameters counts what is there: under ZeRO-3 nothing, but it knows the size of packed 4-bit weights.
     partitioned = any(map(is_partitioned, model.parameters()))
     count = sum(shape_of(p).numel() for p in model.parameters()) if partitioned else model.num_parameters()
     return ModelFacts(count, str(model.dtype).removeprefix("torch."), tokens_per_second)
@@ -128,6 +130,7 @@ def held_out_prompts(config: "RunConfig", data: RunData, processing: Any) -> lis
     if data.facts.images is not None:
         return [_prompt_with_images(row, form, processing, config["dataset_text_field"]) for row in rows]
     prompts = [_prompt(row, form, processing, config["dataset_text_field"]) for row in rows]
+    # TRL cuts rows to max_length too. Of a prompt the end matters, where the question is.
     limit = config["max_length"]
     return [Prompt(p.text, p.input_ids[-limit:] if limit else p.input_ids, p.reference) for p in prompts]
 
@@ -166,6 +169,7 @@ def _asked_and_answered(row: dict[str, Any], form: str) -> tuple[list[dict[str, 
         return row["prompt"], row.get("completion")
     messages = row["messages"]
     turns = [i for i, message in enumerate(messages) if message["role"] in ANSWERS and i > 0]
+    # The last answer is what the model has to write; a chat without one is a prompt as a whole.
     cut = turns[-1] if turns else len(messages)
     return messages[:cut], messages[cut:]
 
@@ -174,6 +178,7 @@ def _prompt_with_images(row: dict[str, Any], form: str, processor: Any, text_fie
     images = images_of(row)
     if form == "text" or isinstance(row.get("prompt"), str):
         text, answer = (row[text_field], None) if form == "text" else (row["prompt"], row["completion"])
+        # TRL adds no special tokens to plain text with images either.
         inputs = processor(images=images or None, text=[text], add_special_tokens=False, return_tensors="pt")
     else:
         messages, reply = _asked_and_answered(row, form)
@@ -215,8 +220,10 @@ def complete(
         writing: takes the tokens and the seconds of each completion.
     """
     training = model.training
+    # It may name several tokens, such as the end of a turn and of a text; a tokenizer knows one.
     stop = model.generation_config.eos_token_id if model.generation_config else None
     settings = GenerationConfig(
+        # Greedy, so that before and after differ by training and not by chance.
         do_sample=False,
         max_new_tokens=max_new_tokens,
         use_cache=True,
@@ -225,6 +232,7 @@ def complete(
     )
     silent = None if is_main_process() else True  # None: where there is no terminal
     model.eval()
+    # Learned positions end somewhere, and an index beyond them fails on the device.
     device, positions = device_of(model), known_positions(base_of(model))
     texts = []
     try:
@@ -285,6 +293,7 @@ def comparison_table(rows: Sequence[MetricRow], before: dict[str, float], after:
 
 
 def _change(old: float, new: float) -> str:
+    # A share of nothing, or of NaN, has no meaning.
     if not (math.isfinite(old) and math.isfinite(new)) or old == 0:
         return ""
     return f"{(new - old) / abs(old):+.1%}"

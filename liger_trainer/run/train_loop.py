@@ -1,4 +1,4 @@
-"""The training of a run: measure the student, train it, and say what that took."""
+"""The training of a run: measure the student, train it, stop it early, show how it goes, and say what that took."""
 
 import json
 import os
@@ -75,6 +75,7 @@ class MeasureBefore(TrainerCallback):
             _check_steps_left(args, state, self.trainer.resumed_from)
             self.began_at, self.tokens_before = state.global_step, tokens_before(state)
             with self.clock("measure_before"):
+                # A resumed run goes on with the measurement that its first start made.
                 self.result = self._stored() or self.measure()
             self.show(self.result.metrics)
             self.trainer.checkpoint_files[BEFORE] = json.dumps(asdict(self.result))
@@ -98,6 +99,7 @@ class MeasureBefore(TrainerCallback):
                     stacklevel=2,
                 )
             return None
+        # Written by our own process into the checkpoint, whose manifest has its SHA-256.
         content = json.loads(text)
         content.pop("drafts", None)  # of checkpoints of earlier versions
         return Measurement(**content)
@@ -131,10 +133,12 @@ def train(
     trainer.add_callback(first)
     show_progress(trainer)
     _check_optimizer(trainer, config)
+    # Only around training: before and after it a signal is a KeyboardInterrupt, since there is nothing to save.
     with handling(stop.receive):
         trainer.train(resume_from_checkpoint=config["resume_from_checkpoint"], force_resume=config["force_resume"])
         trainer.accelerator.wait_for_everyone()  # the first process may still be writing; a launcher ends all with one
     seconds = time.perf_counter() - first.ended
+    # Without the measurement before, which has its own entry.
     clock.seconds["train"] = round(seconds, 2)
     if stop.reason and trainer.state.global_step < trainer.state.max_steps:
         raise stop.error(_how_to_go_on(trainer))
@@ -158,6 +162,7 @@ def _check_steps_left(args: TrainingArguments, state: TrainerState, checkpoint: 
 
     A run that was killed between its last step and the end of it has something left: saving and measuring.
     """
+    # metrics.json is written last, so without it something is left to do after the last step.
     finished = Path(str(args.output_dir), METRICS).is_file()
     if checkpoint and (state.global_step > state.max_steps or (finished and state.global_step == state.max_steps)):
         raise ConfigError(
@@ -212,6 +217,7 @@ def _facts(trainer: LigerTrainer, seconds: float, first: MeasureBefore) -> Train
         epochs=round(trainer.state.epoch or 0.0, 3),
         tokens=tokens,
         seconds=round(seconds, 2),
+        # A resumed run counts all tokens, and has seconds only of this start.
         tokens_per_second=round((tokens - first.tokens_before) / seconds, 1),
         peak_memory_mib=round(peak_memory_mib(trainer.args), 1),
         peak_memory_of="GPU memory allocated in training" if gpu else "resident memory of the process",
@@ -225,8 +231,6 @@ def _facts(trainer: LigerTrainer, seconds: float, first: MeasureBefore) -> Train
 
 
 # Stop training early, with a checkpoint: on a signal, or when the hours that a run may take are over.
-
-
 OUT_OF_TIME = 1000  # above the number of every signal
 SECOND_SIGINT_AFTER = 1.0  # seconds; one Ctrl-C can arrive twice, from the terminal and from a launcher
 
@@ -304,6 +308,7 @@ class _Notes:
     def exchange(self, mine: int) -> int:
         """Start to compare `mine`; return the result of the exchange before, 0 at first."""
         before = self._finish()
+        # A new tensor: the exchange before may still be reading the old one.
         self.value = torch.tensor([mine])
         self.work = dist.all_reduce(self.value, dist.ReduceOp.MAX, self.group, async_op=True)
         return before
@@ -321,8 +326,6 @@ class _Notes:
 
 
 # What is seen of a run while it goes: a line a log and a line an evaluation, which stay, and bars on a terminal.
-
-
 IN_TRAINING = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "grad_norm")
 # Metrics of a line. Terms of a loss follow the loss; accuracy is shown where there is no agreement.
 HELD_OUT = ("loss", "forward_kl", "reverse_kl", "agreement_at_1", "perplexity", "mean_token_accuracy")
@@ -357,6 +360,7 @@ class RunProgress(ProgressCallback):
         if not state.is_world_process_zero or not has_length(eval_dataloader):
             return
         if self.prediction_bar is None:
+            # transformers makes one without a name, which does not say whether this is before, between or after.
             self.prediction_bar = self._bar(self.phase, len(eval_dataloader))
             if self.prediction_bar.disable and self.phase != BETWEEN:
                 print(f"{self.phase}: held-out rows, batches: {len(eval_dataloader)}", flush=True)
@@ -414,6 +418,7 @@ def show_progress(trainer: Trainer) -> None:
 
     Call it after the callback that measures the student was added: its bar comes above the one of training.
     """
+    # In a notebook transformers has put its table there instead of these two.
     shown = [type(callback) for callback in trainer.callback_handler.callbacks]
     for usual in (ProgressCallback, PrinterCallback):
         if usual in shown:
@@ -441,6 +446,7 @@ class SpeedMetrics(TrainerCallback):
         now = time.perf_counter()
         if self.start == 0.0:
             self.start = now
+        # The time between two steps counts only where nothing else was done in it.
         elif self.out_of_step:
             self.paused += now - self.end
         self.out_of_step = False

@@ -125,6 +125,7 @@ def diagnose(config: Any, options: PatchOptions | None = None) -> PatchReport:
 
 def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) -> PatchReport:
     try:
+        # Shapes only: the largest families would not fit into memory.
         with torch.device("meta"):
             model = build(config)
     except Exception as error:  # each family has its own checks
@@ -135,6 +136,7 @@ def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) 
             ) from None
         raise ConfigError(f"The model of a {type(config).__name__} cannot be built: {_words(error)}") from None
     report = _report_of(model, options or PatchOptions())
+    # Its layers are patched by themselves: no labels reach them, so there is no loss to fuse.
     tower = vision_tower(model)
     if tower is not None:
         report.tower = _report_of(tower[1], replace(options or PatchOptions(), fused_linear_cross_entropy=False))
@@ -144,16 +146,13 @@ def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) 
 def _report_of(model: Any, options: PatchOptions) -> PatchReport:
     try:
         with Patched(model, options) as patched:
-            patched.report.classes = _swapped_classes(model)
+            # An attention is one where its rotation is swapped. Linear layers show in the layer around them.
+            layers = (x for x in model.modules() if x is not model and not hasattr(x, "in_features"))
+            swapped = (x for x in layers if _computes(x, "forward") or _computes(x, "_apply_gate"))
+            patched.report.classes = {type(layer).__name__ for layer in swapped}
             return patched.report
     except NothingToPatch as nothing:
         return nothing.report
-
-
-def _swapped_classes(model: Any) -> set[str]:
-    """Name the classes of layers that have a method of ours. An attention is one where its rotation is swapped."""
-    layers = (module for module in model.modules() if module is not model and not hasattr(module, "in_features"))
-    return {type(layer).__name__ for layer in layers if _computes(layer, "forward") or _computes(layer, "_apply_gate")}
 
 
 def _computes(layer: Any, method: str) -> bool:
@@ -173,6 +172,7 @@ def class_of(config: Any) -> str | None:
 
 def other_classes() -> list[str]:
     """Name the classes of transformers with a causal-LM head that AutoModelForCausalLM does not make."""
+    # AutoModelForCausalLM is asked first, so that each class is reported once.
     causal_lms = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
     classes = [name for name in dir(transformers) if name[:1].isupper() and name not in causal_lms]
     return [name for name in classes if _has_causal_lm_head(getattr(transformers, name))]  # imports every model
@@ -190,6 +190,7 @@ def _has_causal_lm_head(model_class: Any) -> bool:
 
 def diagnose_all() -> list[Diagnosis]:
     """Diagnose every class with a causal-LM head, with its default configuration: families first, then the others."""
+    # Classes share families, such as a model of text and one that also reads images.
     families = [_of_family(family, name) for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()]
     return families + [_of_class(name) for name in other_classes()]
 
@@ -294,27 +295,22 @@ def document(diagnoses: Iterable[Diagnosis]) -> str:
     """Write docs/models.md."""
     diagnoses = list(diagnoses)
     families = [d for d in diagnoses if d.name == d.family]
-    return "\n".join(
-        [
-            "# Models",
-            "",
-            "What [`patch`](patching.md) swaps in each causal-LM family of transformers "
-            f"{transformers.__version__}, with the family's default",
-            "configuration. There is no list of models in the code: layers are found by structure, and proved before "
-            "they are swapped. The",
-            "page is what this command prints:",
-            "",
-            "```bash",
-            "liger-trainer doctor --all --markdown",
-            "```",
-            "",
-            *_counted("families", families),
-            *_share_left_alone(families),
-            *_counted("other classes with a causal-LM head", [d for d in diagnoses if d.name != d.family]),
-            "",
-            markdown(diagnoses),
-        ]
-    )
+    others = [d for d in diagnoses if d.name != d.family]
+    counted = [*_counted("families", families), *_share_left_alone(families)]
+    counted += _counted("other classes with a causal-LM head", others)
+    return f"""# Models
+
+What [`patch`](patching.md) swaps in each causal-LM family of transformers {transformers.__version__}, with the family's default
+configuration. There is no list of models in the code: layers are found by structure, and proved before they are swapped. The
+page is what this command prints:
+
+```bash
+liger-trainer doctor --all --markdown
+```
+
+{chr(10).join(counted)}
+
+{markdown(diagnoses)}"""  # noqa: E501
 
 
 def _share_left_alone(diagnoses: list[Diagnosis]) -> list[str]:

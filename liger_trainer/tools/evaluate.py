@@ -93,6 +93,7 @@ def subject_of(target: str, overrides: Iterable[str]) -> Subject:
     path = Path(target).expanduser()
     if not path.is_dir():
         return Subject(target, load_run_config(target, overrides, exact=True), None)
+    # A checkpoint lies in the folder of its run, which has the configuration.
     settings = next((p / CONFIG for p in (path, path.absolute().parent) if (p / CONFIG).is_file()), None)
     if settings is None:
         hint = f"eval CONFIG {setting('model_name_or_path', target)} evaluates a model on the rows of a configuration."
@@ -115,6 +116,7 @@ def evaluate(subject: Subject) -> Evaluation:
     with tempfile.TemporaryDirectory(prefix="liger-trainer-eval-") as folder:
         config = _for_evaluation(subject.config.on_this_machine(), folder)
         base = open_model(config, "model_name_or_path")
+        # What was saved may have another vocabulary or chat template than the base.
         files = base if subject.weights is None else _saved_files(base, subject.weights, config["trust_remote_code"])
         data = load_run_datasets(config, files.vocab_size)
         files = with_processor(config, files, data)
@@ -128,6 +130,7 @@ def evaluate(subject: Subject) -> Evaluation:
         unlearned = _unlearned(trainer) if config.recipe == "distill" else ()
     metrics = {name.removeprefix("eval_"): value for name, value in measured.items() if isinstance(value, float)}
     metrics = {name: value for name, value in metrics.items() if name not in unlearned}
+    # JSON has no NaN, and a table with one looks like a result.
     wrong = [name for name, value in metrics.items() if not math.isfinite(value)]
     if wrong:
         raise NonFiniteError(f"{subject.name}: {', '.join(wrong)} of the model is not finite.")
@@ -157,6 +160,7 @@ def _for_evaluation(config: "RunConfig", folder: str) -> "RunConfig":
 def _saved_files(base: ModelFiles, weights: Path, trust: bool) -> ModelFiles:
     """Read configuration and tokenizer from the folder of the weights, if they are there."""
     try:
+        # An adapter comes without a configuration of the model.
         has_config = (weights / "config.json").is_file()
         model_config = AutoConfig.from_pretrained(weights, trust_remote_code=trust) if has_config else base.config
         has_tokenizer = any((weights / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
@@ -212,6 +216,7 @@ def signed_confidence(logits: Tensor, labels: Tensor) -> Tensor:
 
     logits: (batch, length, V), or longer by what prompt learning puts in front; the result: (batch, length - 1).
     """
+    # Prompt learning puts positions in front that have no label.
     logits = logits[:, -labels.shape[1] :]
     confident = torch.stack([_confidence(row) for row in logits[:, :-1]])
     target = labels[:, 1:].to(logits.device)
@@ -227,6 +232,7 @@ def _confidence(logits: Tensor) -> Tensor:
 
 def _calibration(predictions: Any) -> dict[str, float]:
     """Compute the metric for `compute_metrics`, which gets rows of different lengths, padded with -100."""
+    # Trainer pads predictions of different lengths with -100, and gathers lists of batches.
     signed = np.concatenate([np.ravel(x) for x in np.atleast_1d(predictions.predictions)])
     return {CALIBRATION.metric: calibration_error(signed[(signed != 0) & (np.abs(signed) <= 1.001)])}
 
@@ -235,6 +241,7 @@ def calibration_error(signed: np.ndarray) -> float:
     """Expected calibration error of top-1 confidences, negative where wrong: the mean, over tokens in 15 bins of equal
     width, of |share that is right - mean confidence| (Naeini et al. 2015; Guo et al. 2017, arXiv:1706.04599)."""
     confidence, right = np.abs(signed).astype(np.float64), signed > 0
+    # A confidence of 1 belongs to the last bin.
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
     gaps = np.bincount(bins, weights=right - confidence, minlength=BINS)  # tokens of a bin times its gap
     return float(np.abs(gaps).sum() / max(1, len(signed)))

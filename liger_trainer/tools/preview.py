@@ -81,6 +81,7 @@ def preview(config: "RunConfig", data: "RunData", files: "ModelFiles", count: in
         DataError: no row has a supervised token.
     """
     args: Any = copy.copy(config.training_args())
+    # There is no model: nothing may be loaded, wrapped or pushed.
     args.model_init_kwargs, args.gradient_checkpointing, args.push_to_hub = None, False, False
     args.use_liger_kernel, args.report_to = False, []
     with tempfile.TemporaryDirectory() as folder, config.refusals("the trainer"):

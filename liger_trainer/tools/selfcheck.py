@@ -20,6 +20,7 @@ from ..kernels.runtime import use_triton
 from ..patching.patcher import patch
 from .selfcheck_cases import CHECKS, Check, Draw, Outputs
 
+# A few roundings of the dtype, for cases in which plain torch happens to be exact.
 FLOOR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 4e-3}  # of the distance
 PLANTED = 0.01
 
@@ -116,6 +117,7 @@ def _result(name: str, dtype: torch.dtype, compare: Callable[[], list[Comparison
 def _compare(check: Check, device: torch.device, dtype: torch.dtype) -> list[Comparison]:
     drawn = {name: x.to(dtype) if x.is_floating_point() else x for name, x in check.tensors(Draw()).items()}
     tensors = {name: x.to(device) for name, x in drawn.items()}
+    # From the rounded numbers, so that rounding the inputs is no error of the op.
     double = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
     got = _outputs_and_gradients(check.op, tensors, check.leaves)
     plain = _outputs_and_gradients(check.plain, tensors, check.leaves)
@@ -133,6 +135,7 @@ def _outputs_and_gradients(
     values = {f"out{i}": x.detach() for i, x in enumerate(outputs)}
     if not leaves:
         return values
+    # A new generator: the upstream gradients are the same for op, plain and truth.
     draw, trained = Draw(), [x for x in outputs if x.requires_grad]
     upstream = [draw(*x.shape).to(x.device, x.dtype) if x.dim() else torch.ones_like(x) for x in trained]
     gradients = torch.autograd.grad(trained, [inputs[name] for name in leaves], upstream)
@@ -149,12 +152,14 @@ def _comparison(name: str, got: Tensor, plain: Tensor, truth: Tensor, dtype: tor
         error, factor = _errors(x, truth)
         return Comparison(name, error, bounds[0], factor, bounds[1], distance, sees_one_percent)
 
+    # A check that this passes could not see a wrong factor of 1 % either.
     planted = compared(got.double() * (1 + PLANTED), False)
     return compared(got, not planted.passes)
 
 
 def _errors(x: Tensor, truth: Tensor) -> tuple[float, float]:
     """Return (distance, its part along the truth), both relative to the truth."""
+    # A truth of zeros would divide by zero.
     length, difference = truth.norm().clamp(min=1e-30), x.double() - truth
     along = (difference * truth).sum() / length**2
     return (difference.norm() / length).item(), along.abs().item()
@@ -172,6 +177,7 @@ MODELS = {"llama": "LlamaConfig", "qwen3": "Qwen3Config"}
 def _compare_model(family: str, device: torch.device, dtype: torch.dtype) -> list[Comparison]:
     import transformers
 
+    # The same weights for each family and dtype.
     torch.manual_seed(0)
     config = getattr(transformers, MODELS[family])(**SIZES)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).to(device)

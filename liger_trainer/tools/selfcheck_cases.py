@@ -84,6 +84,7 @@ class Draw:
 
     def labels(self) -> Tensor:
         labels = self.integers(self.sizes.vocab, self.sizes.rows)
+        # Rows without a label, as prompts have.
         labels[::7] = IGNORED
         return labels
 
@@ -140,6 +141,7 @@ def _heads_and_norms(draw: Draw) -> Tensors:
 def _documents(draw: Draw) -> Tensors:
     """(positions, heads, width) of documents that lie end to end, the third without a token."""
     s = draw.sizes
+    # A document of one token, a long one, and one without any.
     ends = torch.tensor([0, 1, s.rows // 2 - 8, s.rows // 2 - 8, s.rows], dtype=torch.int32)
     q, k, v = (draw(s.rows, heads, s.width) for heads in (s.heads, s.keys, s.keys))
     return {"q": q, "k": k, "v": v, "ends": ends}
@@ -179,6 +181,7 @@ def _pair(draw: Draw) -> Tensors:
 
 def _other_vocabulary(draw: Draw) -> Tensors:
     s = draw.sizes
+    # The teacher of another tokenizer has another number of tokens.
     fewer = s.vocab - s.vocab // 11
     teacher = {"teacher_hidden": draw(s.rows, s.inner), "teacher_weight": _weight(draw, fewer, s.inner, 2.0)}
     return {**_head(draw), **teacher}
@@ -232,10 +235,6 @@ def _mlp_tensors(draw: Draw) -> Tensors:
     return {**_rows("x")(draw), **{name: _weight(draw, *s) for name, s in _mlp_shapes(draw.sizes).items()}}
 
 
-def _lora(draw: Draw) -> Tensors:
-    return {**_rows("x")(draw), **adapted(draw, "", draw.sizes.inner, draw.sizes.hidden)}
-
-
 def _lora_linears(draw: Draw) -> Tensors:
     s, tensors = draw.sizes, _rows("x")(draw)
     for name, rows in {"q": s.hidden, "k": s.rank, "v": s.inner}.items():
@@ -252,6 +251,7 @@ def _lora_mlp(draw: Draw) -> Tensors:
 
 def _lora_experts(draw: Draw) -> Tensors:
     s = draw.sizes
+    # A token goes to two experts, which must differ; some experts get more tokens than others.
     index = torch.stack([(torch.arange(s.rows) * step + step) % s.experts for step in (1, 3)], 1)  # two different ones
     tensors = {"x": draw(s.rows, s.hidden), "index": index, "weights": draw(s.rows, 2, std=0.2, mean=0.5)}
     for name, (rows, columns) in {"up": (2 * s.inner, s.hidden), "down": (s.hidden, s.inner)}.items():
@@ -449,7 +449,9 @@ CHECKS: tuple[Check, ...] = (
         "gradient_norm", lambda **grads: gradient_norm([*grads.values()]),
         lambda **grads: gradient_norm_reference([*grads.values()]), _rows("first", "second"), (),
     ),
-    Check("lora_linear", with_layer(lora_linear), with_layer(lora_linear_reference), _lora, ("x", "a0", "b0")),
+    Check("lora_linear", with_layer(lora_linear), with_layer(lora_linear_reference),
+        lambda draw: {**_rows("x")(draw), **adapted(draw, "", draw.sizes.inner, draw.sizes.hidden)}, ("x", "a0", "b0"),
+    ),
     Check(
         "lora_linears", with_layers(lora_linears), with_layers(lora_linears_reference), _lora_linears,
         adapters_of("q", "k", "v"),

@@ -145,7 +145,7 @@ def test_arguments_are_built_from_the_values(load, tmp_path):
     config = load(
         NEEDED
         + "teacher_model_name_or_path: t\nbeta: 1\nuse_peft: true\nlora_target_modules: [q_proj]\nuse_cpu: true\n"
-        + 'model_init_kwargs: \'{"attn_implementation": "eager"}\'\nresume_from_checkpoint: true\n',
+        + 'model_init_kwargs: \'{"attn_implementation": "eager"}\'\nresume_from_checkpoint: true\n'
     )
     args = config.training_args()
     assert isinstance(args, LigerDistillConfig)

@@ -2,27 +2,15 @@
 
 import pytest
 import torch
-from kernel_checks import assert_within_plain_error
+from kernel_checks import assert_within_plain_error, normal
 
-from liger_trainer.kernels import adamw, gradient_norm
 from liger_trainer.kernels._triton import Launch
 from liger_trainer.kernels.adamw import adamw_, adamw_reference
+from liger_trainer.kernels.gradient_norm import gradient_norm
 
 SHAPES = [(3, 5), (16,), (33,), (), (7, 20), (0, 3), (64,)]
 OPTIONS = {"lr": 3e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.3}
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def short_chunks(monkeypatch):
-    monkeypatch.setattr(adamw, "CHUNK", 16)
-    monkeypatch.setattr(gradient_norm, "CHUNK", 32)
-    monkeypatch.setattr(gradient_norm, "BLOCK", 16)
-
-
-def normal(*shape: int, seed: int, place, scale: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * scale).to(place.device, place.dtype)
 
 
 class State:
@@ -46,7 +34,7 @@ class State:
 
 
 def gradients(place, step: int) -> list[torch.Tensor]:
-    return [normal(*shape, seed=100 * step + i, place=place) for i, shape in enumerate(SHAPES)]
+    return [normal(*shape, seed=100 * step + i, like=place) for i, shape in enumerate(SHAPES)]
 
 
 def torch_steps(params, place, coefficient: float) -> dict[str, torch.Tensor]:
@@ -65,7 +53,7 @@ def torch_steps(params, place, coefficient: float) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("coefficient", [1.0, 0.25])
 def test_against_fp64_and_torch(place, coefficient):
-    start = [normal(*shape, seed=i, place=place) for i, shape in enumerate(SHAPES)]
+    start = [normal(*shape, seed=i, like=place) for i, shape in enumerate(SHAPES)]
     ours, truth = State(p.clone() for p in start), State(start).double()
     scale = None if coefficient == 1.0 else torch.tensor(coefficient, device=place.device)
     for step in range(STEPS):
@@ -79,7 +67,7 @@ def test_against_fp64_and_torch(place, coefficient):
 
 def test_planted_errors_are_seen(fp32, monkeypatch):
     """A coefficient, rate or weight that is off by 1 % is farther from the truth than the checks above allow."""
-    start = [normal(*shape, seed=i, place=fp32) for i, shape in enumerate(SHAPES)]
+    start = [normal(*shape, seed=i, like=fp32) for i, shape in enumerate(SHAPES)]
     for name, wrong in {"lr": 3e-2 * 1.01, "betas": (0.9 * 1.01, 0.99), "eps": 0.1, "weight_decay": 0.303}.items():
         ours, truth = State(p.clone() for p in start), State(start).double()
         grads = gradients(fp32, 0)
@@ -106,24 +94,20 @@ def test_found_inf_keeps_everything(fp32):
 
 
 def test_each_parameter_has_its_own_step(fp32):
-    """As of experts that had no gradient in some steps."""
-    first, second = State([normal(20, seed=1, place=fp32)]), State([normal(20, seed=1, place=fp32)])
-    grad = [normal(20, seed=2, place=fp32)]
-    for _ in range(4):
-        first.step(adamw_, grad)
-    both = State([normal(20, seed=1, place=fp32)])
-    second.step(adamw_, grad)
-    for _ in range(3):
-        both.step(adamw_, grad)
-    torch._foreach_add_(both.steps, 1)
-    torch._foreach_add_(second.steps, 1)
-    lists = [[*getattr(both, name), *getattr(second, name)] for name in ("params", "means", "squares", "steps")]
-    adamw_(lists[0], grad * 2, *lists[1:], **OPTIONS)
-    second_alone = State([normal(20, seed=1, place=fp32)])
-    for _ in range(2):
-        second_alone.step(adamw_, grad)
-    torch.testing.assert_close(both.params[0], first.params[0], rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(second.params[0], second_alone.params[0], rtol=1e-6, atol=1e-7)
+    """As of experts that had no gradient in some steps: steps of 4 and of 2, taken at once, are those of each."""
+    start, grad = normal(20, seed=1, like=fp32), normal(20, seed=2, like=fp32)
+
+    def after(steps: int) -> State:
+        state = State([start.clone()])
+        for _ in range(steps):
+            state.step(adamw_, [grad])
+        return state
+
+    late, early = after(3), after(1)
+    lists = [[*getattr(late, name), *getattr(early, name)] for name in ("params", "means", "squares", "steps")]
+    torch._foreach_add_(lists[3], 1)
+    adamw_(lists[0], [grad] * 2, *lists[1:], **OPTIONS)
+    torch.testing.assert_close(lists[0], [*after(4).params, *after(2).params], rtol=1e-6, atol=1e-7)
 
 
 def in_memory(x: torch.Tensor, form: str) -> torch.Tensor:
@@ -137,29 +121,29 @@ def in_memory(x: torch.Tensor, form: str) -> torch.Tensor:
 @pytest.mark.parametrize("param", ["plain", "transposed", "gaps", "unaligned"])
 @pytest.mark.parametrize("grad", ["plain", "transposed", "gaps", "unaligned"])
 def test_any_order_in_memory(fp32, param, grad):
-    x, g = normal(6, 7, seed=0, place=fp32), normal(6, 7, seed=1, place=fp32)
+    x, g = normal(6, 7, seed=0, like=fp32), normal(6, 7, seed=1, like=fp32)
     expected = State([x.clone()])
     expected.step(adamw_reference, [g])
     state = State([x.clone() if param == "plain" else in_memory(x, param)])
     state.step(adamw_, [g if grad == "plain" else in_memory(g, grad)])
     torch.testing.assert_close(state.params[0], expected.params[0], rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(gradient_norm.gradient_norm([in_memory(g, "gaps"), x]), torch.cat([g, x]).norm())
+    torch.testing.assert_close(gradient_norm([in_memory(g, "gaps"), x]), torch.cat([g, x]).norm())
 
 
 def test_several_dtypes_and_none(fp32):
     adamw_([], [], [], [], [], **OPTIONS)
-    start = [normal(9, seed=0, place=fp32), normal(9, seed=1, place=fp32).half()]
+    start = [normal(9, seed=0, like=fp32), normal(9, seed=1, like=fp32).half()]
     state, expected = State(p.clone() for p in start), State(p.clone() for p in start)
     grads = [torch.ones_like(p) for p in start]
     state.step(adamw_, grads)
     expected.step(adamw_reference, grads)
     for got, right in zip(state.params, expected.params, strict=True):
         torch.testing.assert_close(got, right)
-    assert gradient_norm.gradient_norm(grads).item() == pytest.approx(18**0.5)
+    assert gradient_norm(grads).item() == pytest.approx(18**0.5)
 
 
 def test_autograd_knows_of_the_update(fp32):
-    weight = normal(8, 8, seed=0, place=fp32).requires_grad_()
+    weight = normal(8, 8, seed=0, like=fp32).requires_grad_()
     kept = (weight * weight).sum()
     with torch.no_grad():
         state = State([weight])
@@ -171,17 +155,17 @@ def test_autograd_knows_of_the_update(fp32):
 def test_norm_against_fp64(place):
     grads = gradients(place, 1)
     truth = torch.cat([g.double().flatten() for g in grads]).norm()
-    norm = gradient_norm.gradient_norm(grads)
+    norm = gradient_norm(grads)
     assert norm.shape == () and norm.item() == pytest.approx(truth.item(), rel=1e-6)
-    assert torch.equal(norm, gradient_norm.gradient_norm(grads))
+    assert torch.equal(norm, gradient_norm(grads))
     broken = [*grads, torch.full((3,), torch.inf, device=place.device, dtype=place.dtype)]
-    assert not gradient_norm.gradient_norm(broken).isfinite()
+    assert not gradient_norm(broken).isfinite()
     with pytest.raises(ValueError, match="at least one"):
-        gradient_norm.gradient_norm([])
+        gradient_norm([])
 
 
 def test_torch_takes_over_where_triton_cannot_compile(fp32, monkeypatch):
-    start = [normal(*shape, seed=i, place=fp32) for i, shape in enumerate(SHAPES)]
+    start = [normal(*shape, seed=i, like=fp32) for i, shape in enumerate(SHAPES)]
     ours, plain = State(p.clone() for p in start), State(start)
     grads = gradients(fp32, 0)
     monkeypatch.setattr(Launch, "__call__", lambda self, *tensors, has_twin=False: not has_twin)
@@ -189,17 +173,13 @@ def test_torch_takes_over_where_triton_cannot_compile(fp32, monkeypatch):
     plain.step(adamw_reference, grads)
     assert all(torch.equal(x, plain.named()[name]) for name, x in ours.named().items())
     want = torch.cat([g.flatten() for g in grads]).norm()
-    torch.testing.assert_close(gradient_norm.gradient_norm(grads), want)
+    torch.testing.assert_close(gradient_norm(grads), want)
 
 
 @pytest.mark.gpu
-def test_more_than_2_31_numbers(monkeypatch):
-    monkeypatch.undo()
+def test_more_than_2_31_numbers():
     n = 2**31 + 4099
-    param, grad = (
-        torch.zeros(n, dtype=torch.bfloat16, device="cuda"),
-        torch.zeros(n, dtype=torch.bfloat16, device="cuda"),
-    )
+    param, grad = (torch.zeros(n, dtype=torch.bfloat16, device="cuda") for _ in "pg")
     grad[-3:] = 1.0
     grad[2**31 - 1] = 2.0
     state = State([param])
@@ -207,4 +187,4 @@ def test_more_than_2_31_numbers(monkeypatch):
     moved = param.nonzero().flatten().tolist()
     assert moved == [2**31 - 1, n - 3, n - 2, n - 1]
     assert param[moved].tolist() == pytest.approx([-OPTIONS["lr"]] * 4, rel=1e-2)
-    assert gradient_norm.gradient_norm([grad]).item() == pytest.approx(7**0.5)
+    assert gradient_norm([grad]).item() == pytest.approx(7**0.5)

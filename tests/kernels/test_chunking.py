@@ -1,3 +1,5 @@
+"""How much of a batch is in memory at a time, and which of its rows take part in a loss."""
+
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,17 +9,7 @@ from kernel_checks import PATHS, TRITON_DEVICE
 
 from liger_trainer.kernels import _linear_head
 from liger_trainer.kernels._autograd import NeededGradients
-from liger_trainer.kernels._linear_head import (
-    HostCopy,
-    Rows,
-    RowSelection,
-    addmm_into,
-    all_rows,
-    gather_rows,
-    project,
-    scatter_rows,
-    selected_rows,
-)
+from liger_trainer.kernels._linear_head import HostCopy, RowSelection, gather_rows, scatter_rows
 from liger_trainer.kernels._linear_loss import (
     LAST_TILE,
     ROUNDINGS,
@@ -84,7 +76,7 @@ def test_tiles_cover_the_logits_once_within_the_workspace(count, vocab, hidden_s
 @pytest.mark.parametrize(
     "count, vocab, row_bytes", [(1, 1, 2), (100, 5000, 128), (8192, 151936, 4096), (65536, 32000, 4096)]
 )
-def test_tiles_beside_the_gradient_fit_behind_them_or_are_small(count, vocab, row_bytes):
+def test_tiles_in_the_gradient_fit_behind_them_or_are_small(count, vocab, row_bytes):
     tiles = list(tiles_in_gradient(count, vocab, 2, row_bytes))
     covered: dict[int, int] = {}
     words = 0
@@ -169,63 +161,8 @@ def test_a_copy_is_waited_for_on_its_own_device(monkeypatch):
     assert recorded == ["stream of cuda:1"]
 
 
-@pytest.mark.parametrize("given", [12, 2.5, torch.tensor(12), torch.tensor(2.5), torch.tensor([12])])
-def test_num_items(given, selecting):
-    labels = torch.zeros(3, dtype=torch.int64, device=selecting)
-    assert RowSelection(labels, given).wait().num_items == float(given)
-    assert all_rows(torch.zeros(3, 4), given).num_items == float(given)
-
-
-@pytest.mark.parametrize("given", [0, -2.0, torch.tensor(0), torch.tensor(float("nan"))], ids=str)
-def test_rows_that_nothing_counts_are_refused(given, selecting):
-    labels = torch.tensor([-100, 3, 4], device=selecting)
-    with pytest.raises(ValueError, match="num_items must be positive, got .* for 2 rows"):
-        RowSelection(labels, given).wait()
-    with pytest.raises(ValueError, match="num_items must be positive, got .* for 3 rows"):
-        all_rows(torch.zeros(3, 4), given)
-    assert RowSelection(labels[:1], given).wait().count == all_rows(torch.zeros(0, 4), given).count == 0
-
-
-def test_all_rows():
-    assert all_rows(torch.zeros(3, 4), None) == Rows(None, 3, 3)
-    assert all_rows(torch.zeros(0, 4), None) == Rows(None, 0, 1)
-
-
-@pytest.mark.parametrize("labels", [None, torch.zeros(3, dtype=torch.int64)], ids=["unlabelled", "labelled"])
-def test_num_items_beside_rows_is_refused(labels):
-    rows = RowSelection(torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="num_items was given twice"):
-        selected_rows(torch.zeros(3, 4), labels, rows, 4, -100)
-
-
-@pytest.mark.parametrize("out_dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("beta, alpha", [(0, 1.0), (0, 0.25), (1, 0.25)])
-def test_addmm_into(dtype, out_dtype, beta, alpha):
-    a, b = torch.randn(5, 7, dtype=dtype), torch.randn(7, 3, dtype=dtype)
-    before = torch.randn(5, 3).to(out_dtype) if beta else torch.full((5, 3), float("nan"), dtype=out_dtype)
-    out = before.clone()
-    addmm_into(out, a, b, beta=beta, alpha=alpha)
-    expected = alpha * (a.double() @ b.double()) + (before.double() if beta else 0)
-    eps = torch.finfo(out_dtype).eps  # a wider out is as exact as products in its own dtype
-    if out_dtype != torch.promote_types(dtype, out_dtype):
-        eps = max(eps, torch.finfo(dtype).eps)
-    torch.testing.assert_close(out.double(), expected, rtol=4 * eps, atol=8 * eps)
-
-
-@pytest.mark.parametrize(
-    "dtype, out_dtype", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
-)
-def test_project(dtype, out_dtype):
-    x, w = (torch.randn(n, 7, dtype=getattr(torch, dtype)) for n in (5, 11))
-    out = torch.empty(5, 16, dtype=getattr(torch, out_dtype))[:, :11]
-    project(x, w, out)
-    eps = torch.finfo(out.dtype).eps  # fp32 out of bf16 inputs is as exact as fp32
-    torch.testing.assert_close(out.double(), x.double() @ w.double().t(), rtol=4 * eps, atol=8 * eps)
-
-
 def test_path_of_a_tensor():
-    """On CPU tensors: Triton under the interpreter alone, and not for what numpy lacks or the kernels would narrow."""
+    """On CPU tensors: Triton only under the interpreter, and not for what numpy lacks or the kernels would narrow."""
     interpreted = use_triton(torch.zeros(1))
     for dtype in (torch.float16, torch.float32):
         assert use_triton(torch.zeros(1, dtype=dtype)) == interpreted

@@ -2,7 +2,7 @@
 
 How far the default suite follows them is in compile_kernels.py; with `-m slow` all the way, to the machine's code.
 Triton's interpreter, which runs the other tests, accepts what its compiler refuses: a pointer that an `if` defines
-anew with another shape, a string as the default of an argument that is no constexpr, a Python helper in a kernel.
+again with another shape, a string as the default of an argument that is no constexpr, a Python helper in a kernel.
 """
 
 import ast

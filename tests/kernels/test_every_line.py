@@ -33,7 +33,7 @@ EACH = torch.tensor([0.5, 2.0, -1.5])  # an upstream gradient for each token
 
 
 def with_adapters(op: Callable) -> Callable:
-    """The op, with the adapters of its head as arguments of their own."""
+    """The op, with the adapters of its head as separate arguments."""
 
     def run(**values):
         tensors = {name: values.pop(name) for name in (*ADAPTERS, *TEACHER_ADAPTER) if name in values}

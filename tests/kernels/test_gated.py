@@ -132,7 +132,7 @@ def test_gradients_of_linears_are_added_by_the_products():
 
 @pytest.mark.gpu
 def test_gated_linear_keeps_nothing_but_its_output_on_gpu():
-    """And its backward allocates one buffer of h's size beside the gradients."""
+    """And its backward allocates one buffer of h's size next to the gradients."""
     on_gpu: Any = Place("triton", "cuda", torch.bfloat16)
     tensors = CASES["gated_linear"].inputs(on_gpu, rows=2048, hidden=4096, inner=512)
     leaves = [x.requires_grad_() for x in tensors.values()]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from kernel_checks import PATHS
 
 from liger_trainer.kernels import _gated, _triton
-from liger_trainer.kernels._triton import Launch, remembered
+from liger_trainer.kernels._triton import Launch
 from liger_trainer.kernels.cross_entropy import cross_entropy
 from liger_trainer.kernels.kl_div import kl_div
 from liger_trainer.kernels.layer_norm import layer_norm
@@ -197,18 +197,6 @@ def test_the_installed_triton_is_known():
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     names = tuple(_triton.inspect.signature(driver.CudaLauncher.__call__).parameters)[1:]
     assert names in _triton.LAUNCHERS
-
-
-def test_remembered_launches_are_the_same_ones():
-    made = []
-
-    @remembered
-    def launch(n: int) -> Launch:
-        made.append(n)
-        return Launch(Kernel(), (n,))
-
-    assert launch(3) is launch(3) is not launch(4)
-    assert made == [3, 4]
 
 
 NAMES = (

@@ -1,18 +1,15 @@
-"""Low-rank adapters on the head, in all three fused linear losses: loss and every gradient against fp64."""
+"""Low-rank adapters on the head of the fused linear losses: loss and every gradient against fp64."""
 
 import functools
 from collections.abc import Callable
 
 import pytest
 import torch
-from fused_losses import LOSSES, Loss
-from kernel_checks import LEAVES, PATHS, Place, check, evaluate, random_inputs, random_pair, set_path
+from fused_losses import EVERY, LOSSES, Loss
+from kernel_checks import LEAVES, PATHS, Place, assert_same, check, double, evaluate, set_path
 from torch import Tensor
 
-from liger_trainer.kernels import _linear_head
 from liger_trainer.kernels._linear_head import LinearHead, Rows, linear_reference
-from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from liger_trainer.kernels.linear_divergence import linear_divergence, linear_divergence_reference
 from liger_trainer.kernels.types import Lora, RowSelection
 
 TINY = 1e-4  # MiB: chunks of few rows, and tiles where logits are recomputed, see `tiled`
@@ -20,7 +17,7 @@ SEED = 3
 ADAPTERS = ("a0", "b0", "a1", "b1")
 
 
-# The row kernels see logits alone, so one dtype of theirs is enough here.
+# The row kernels only see logits, so one dtype of theirs is enough here.
 PLACES = [("torch", dtype) for dtype in PATHS["torch"]] + [(path, torch.float32) for path in PATHS if path == "triton"]
 
 
@@ -35,14 +32,17 @@ def rows_for(dtype: torch.dtype) -> int:
     return 7 if dtype.itemsize > 2 else 150
 
 
-@pytest.fixture(params=[name for name in LOSSES if name != "uld"])
+NAMES = ["cross_entropy", "divergence", "sparse", "log_probs", "entropy", "alm"]
+
+
+@pytest.fixture(params=NAMES[:3])
 def loss(request) -> Loss:
     return LOSSES[request.param]
 
 
 @pytest.fixture
 def on_torch(monkeypatch) -> None:
-    """The row kernels' torch twins, where the products alone are at stake."""
+    """The row kernels' torch twins, where only the products are at stake."""
     set_path(monkeypatch, "torch")
 
 
@@ -58,7 +58,7 @@ def adapted(loss: Loss, *shape: int, ranks=(3,), adapter_dtype=None, **how) -> d
 
 
 def with_adapters(op: Callable, scalings=(0.5,), dropout: float = 0.0) -> Callable:
-    """The op, with adapters as arguments a0, b0, a1, b1. One of them alone is given as it is."""
+    """The op, with adapters as arguments a0, b0, a1, b1. A single one is given as it is."""
 
     def run(**tensors):
         pairs = [(tensors.pop(f"a{i}"), tensors.pop(f"b{i}")) for i in range(len(scalings))]
@@ -77,11 +77,13 @@ def check_adapted(loss: Loss, tensors, upstream: float | Tensor = 1.0, scalings=
     return check(op, reference, tensors, upstream, frozen, leaves_of(tensors), **options)
 
 
+@pytest.mark.parametrize("loss", [EVERY[name] for name in NAMES], ids=NAMES)
 @pytest.mark.parametrize("ranks, scalings", [((3,), (0.5,)), ((1, 4), (0.3, 1.7))], ids=["one", "two"])
 def test_loss_and_every_gradient(place, loss, ranks, scalings):
     n, how = rows_for(place.dtype), {"dtype": place.dtype, "device": place.device, "bias": True, "ignored": 0.3}
     tensors = adapted(loss, n, 6, 21, ranks=ranks, **how)
-    got = check_adapted(loss, tensors, 3.0, scalings, workspace_mb=1e-3 if len(ranks) == 1 else None)
+    options = {"workspace_mb": 1e-3 if len(ranks) == 1 else None} | ({"ce_weight": 0.3} if loss is EVERY["alm"] else {})
+    got = check_adapted(loss, tensors, loss.upstream(n), scalings, **options)
     assert all(got[f"d_{name}"].any() for name in leaves_of(tensors))
 
 
@@ -93,21 +95,14 @@ def test_options(on_torch, loss, dtype):
 
 
 @pytest.mark.parametrize("reduction, workspace_mb", [("mean", None), ("none", TINY)])
-def test_recomputed(place, loss, reduction, workspace_mb, tiled):
+@pytest.mark.parametrize("ranks", [(3, 2), (2, 8)], ids=["", "wide"])
+def test_recomputed(place, loss, reduction, workspace_mb, ranks, tiled):
     tiled(place.path)
     n, how = rows_for(place.dtype), {"dtype": place.dtype, "device": place.device, "bias": True, "ignored": 0.3}
-    tensors = adapted(loss, n, 6, 13, ranks=(3, 2), **how)
+    tensors = adapted(loss, n, 6, 13, ranks=ranks, **how)
     upstream = torch.linspace(-1.5, 3.0, n) if reduction == "none" else 3.0
     options = {"workspace_mb": workspace_mb, "recompute": True, "reduction": reduction, **loss.options}
     check_adapted(loss, tensors, upstream, scalings=(0.5, 0.2), **options)
-
-
-def test_both_modes_agree_where_adapters_are_wide(on_torch, loss):
-    tensors = adapted(loss, 9, 6, 21, ranks=(8,), ignored=0.3)
-    op, leaves = with_adapters(loss.op), leaves_of(tensors)
-    expected = evaluate(op, tensors, leaves=leaves)
-    for name, x in evaluate(op, tensors, leaves=leaves, recompute=True).items():
-        torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -165,24 +160,16 @@ def test_no_adapters(on_torch, loss):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("base, adapter", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32")])
-def test_adapters_in_another_dtype(monkeypatch, on_torch, loss, base, adapter, recompute):
+def test_adapters_in_another_dtype(products, on_torch, loss, base, adapter, recompute):
     """Products in the base's, as under autocast; gradients in the adapters' own."""
     base, adapter = getattr(torch, base), getattr(torch, adapter)
-    dtypes, project = set(), _linear_head.project
-
-    def spy(x, w, out):
-        dtypes.update((x.dtype, w.dtype, out.dtype))
-        return project(x, w, out)
-
-    monkeypatch.setattr(_linear_head, "project", spy)
     tensors = adapted(loss, 33, 6, 21, ranks=(3, 2), dtype=base, adapter_dtype=adapter, ignored=0.2)
-    double = {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()}
     same = {k: x.to(base) if k in ADAPTERS else x for k, x in tensors.items()}
     leaves, scalings, how = leaves_of(tensors), (0.5, 0.3), {"workspace_mb": TINY, "recompute": recompute}
     got = evaluate(with_adapters(loss.op, scalings), tensors, leaves=leaves, **how)
     plain = evaluate(with_adapters(loss.reference, scalings), same, leaves=leaves)
-    truth = evaluate(with_adapters(loss.reference, scalings), double, leaves=leaves)
-    assert dtypes == {base}
+    truth = evaluate(with_adapters(loss.reference, scalings), double(tensors), leaves=leaves)
+    assert products.dtypes == {base}
     for name in leaves:
         assert got[f"d_{name}"].dtype == tensors[name].dtype
         wrong, allowed = ((x[f"d_{name}"].double() - truth[f"d_{name}"]).norm() for x in (got, plain))
@@ -191,26 +178,19 @@ def test_adapters_in_another_dtype(monkeypatch, on_torch, loss, base, adapter, r
     torch.testing.assert_close(got["loss"].double(), truth["loss"], rtol=2e-2, atol=0)
 
 
-def test_autocast_computes_in_its_dtype(monkeypatch, on_torch, loss):
-    dtypes, project = set(), _linear_head.project
-
-    def spy(x, w, out):
-        dtypes.update((x.dtype, w.dtype, out.dtype))
-        return project(x, w, out)
-
-    monkeypatch.setattr(_linear_head, "project", spy)
+def test_autocast_computes_in_its_dtype(products, on_torch, loss):
     tensors = adapted(loss, 9, 16, 50, ignored=0.2)
     with torch.autocast("cpu", torch.bfloat16):
         got = evaluate(with_adapters(loss.op), tensors, leaves=leaves_of(tensors))
     truth = evaluate(with_adapters(loss.reference), tensors, leaves=leaves_of(tensors))
-    assert dtypes == {torch.bfloat16}
+    assert products.dtypes == {torch.bfloat16}
     for name in ("a0", "b0"):
         assert got[f"d_{name}"].dtype == torch.float32
         torch.testing.assert_close(got[f"d_{name}"], truth[f"d_{name}"], rtol=0.1, atol=0.02)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_dropout_is_on_the_way_to_the_adapters_alone(on_torch, loss, recompute):
+def test_dropout_is_only_on_the_way_to_the_adapters(on_torch, loss, recompute):
     """The masks are drawn as by the reference: one for each adapter, over all rows."""
     tensors = adapted(loss, 9, 6, 21, ranks=(3, 2), bias=True, ignored=0.3)
     scalings, leaves, results = (0.5, 0.3), leaves_of(tensors), []
@@ -218,8 +198,7 @@ def test_dropout_is_on_the_way_to_the_adapters_alone(on_torch, loss, recompute):
         torch.manual_seed(5)
         results.append(evaluate(with_adapters(op, scalings, dropout=0.4), tensors, leaves=leaves, **how))
     without = evaluate(with_adapters(loss.op, scalings), tensors, leaves=leaves)
-    for name, x in results[1].items():
-        torch.testing.assert_close(results[0][name], x, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert_same(*results, rtol=1e-4, atol=1e-5)
     assert abs(without["loss"] - results[0]["loss"]) > 1e-3
 
 
@@ -267,20 +246,12 @@ def test_adapters_of_the_teacher(on_torch, dtype, logits_dtype):
     a = torch.randn(2, h, generator=generator).to(tensors["hidden"]).requires_grad_()
     b = torch.randn(v, 2, generator=generator).to(tensors["hidden"]).requires_grad_()
     lora = Lora(a, b, 0.5)
-
-    def of_double(x):
-        return Lora(x.a.double(), x.b.double(), x.scaling)
-
     op = functools.partial(with_adapters(loss.op), teacher_lora=lora, logits_dtype=logits_dtype)
     got = evaluate(op, tensors, leaves=leaves_of(tensors))
-    plain = evaluate(
-        functools.partial(with_adapters(loss.reference), teacher_lora=lora), tensors, leaves=leaves_of(tensors)
-    )
-    double = {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()}
-    merged = double | {
-        "teacher_weight": double["teacher_weight"] + 0.5 * (of_double(lora).b @ of_double(lora).a).detach()
-    }
-    truth = evaluate(with_adapters(loss.reference), merged, leaves=leaves_of(tensors))
+    reference = functools.partial(with_adapters(loss.reference), teacher_lora=lora)
+    plain, exact = evaluate(reference, tensors, leaves=leaves_of(tensors)), double(tensors)
+    exact["teacher_weight"] = exact["teacher_weight"] + 0.5 * (b.double() @ a.double()).detach()
+    truth = evaluate(with_adapters(loss.reference), exact, leaves=leaves_of(tensors))
     for name in ("loss", *(f"d_{k}" for k in leaves_of(tensors))):
         wrong, allowed = ((x[name].double() - truth[name]).norm() for x in (got, plain))
         floor = 8 * torch.finfo(getattr(torch, dtype)).eps
@@ -299,17 +270,6 @@ def test_second_backward(on_torch, loss):
             torch.testing.assert_close(g, factor * t)
 
 
-def test_gradcheck(on_torch, loss):
-    tensors = adapted(loss, 4, 3, 7, ranks=(2, 1), dtype=torch.float64, bias=True, ignored=0.3)
-    names = leaves_of(tensors)
-    rest = {k: x for k, x in tensors.items() if k not in names}
-
-    def value(*leaves):
-        return with_adapters(loss.op, (0.5, 0.3))(**rest, **dict(zip(names, leaves, strict=True))).loss
-
-    assert torch.autograd.gradcheck(value, [tensors[k].requires_grad_() for k in names])
-
-
 @pytest.mark.parametrize(
     "name, frozen",
     [
@@ -324,8 +284,7 @@ def test_compiles_as_one_graph(on_torch, name, frozen):
     torch.compiler.reset()
     compiled = torch.compile(lambda **k: op(**k), fullgraph=True, backend="aot_eager")
     expected = evaluate(op, tensors, 2.0, frozen, leaves)
-    for name, x in evaluate(compiled, tensors, 2.0, frozen, leaves).items():
-        torch.testing.assert_close(x, expected[name], msg=lambda m, name=name: f"{name}: {m}")
+    assert_same(evaluate(compiled, tensors, 2.0, frozen, leaves), expected, rtol=1.3e-6, atol=1e-5)
 
 
 A, B = torch.zeros(2, 6), torch.zeros(20, 2)
@@ -344,55 +303,42 @@ A, B = torch.zeros(2, 6), torch.zeros(20, 2)
 def test_bad_arguments(loss, lora, message):
     with pytest.raises(ValueError, match=message):
         loss.op(**loss.inputs(4, 6, 20), lora=lora)
-    if loss.op is linear_divergence:
+    if loss.takes("teacher_lora"):
         with pytest.raises(ValueError, match="teacher_lora"):
             loss.op(**loss.inputs(4, 6, 20), teacher_lora=lora)
 
 
-N, H, V = 1000, 576, 32003
+ON_GPU = [("cross_entropy", rank, frozen, {"recompute": recompute, "workspace_mb": 16})
+          for rank in (16, 3) for recompute in (False, True) for frozen in [("weight",)]]  # fmt: skip
+ON_GPU += [("divergence", 16, (), {"logits_dtype": dtype, "workspace_mb": 32}) for dtype in (None, torch.float32)]
 
 
-def adapted_on_gpu(tensors: dict, rank: int) -> dict:
-    generator = torch.Generator().manual_seed(3)
-    like = tensors["weight"]
-    a, b = torch.randn(rank, H, generator=generator) / rank**0.5, torch.randn(V, rank, generator=generator) / 2
-    return tensors | {"a": a.to(like), "b": b.to(like)}
-
-
-def with_adapter(op):
-    return lambda a, b, **tensors: op(**tensors, lora=Lora(a, b, 0.7))
+def adapted_on_gpu(name: str, rank: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    return adapted(LOSSES[name], 1000, 576, 32003, ranks=(rank,), dtype=dtype, device="cuda", ignored=0.3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rank, recompute", [(16, False), (16, True), (3, False), (3, True)])
-def test_cross_entropy_on_gpu(dtype, rank, recompute):
-    tensors = adapted_on_gpu(random_inputs(N, H, V, dtype=dtype, device="cuda", ignored=0.3), rank)
-    ops = with_adapter(linear_cross_entropy), with_adapter(linear_cross_entropy_reference)
-    leaves = (*LEAVES, "a", "b")
-    check(*ops, tensors, 3.0, frozen=("weight",), leaves=leaves, recompute=recompute, workspace_mb=16)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("logits_dtype", [None, torch.float32])
-def test_divergence_on_gpu(logits_dtype):
-    tensors = adapted_on_gpu(random_pair(N, H, 96, V, dtype=torch.bfloat16, device="cuda", ignored=0.3), 16)
-    ops = with_adapter(linear_divergence), with_adapter(linear_divergence_reference)
-    check(*ops, tensors, leaves=(*LEAVES, "a", "b"), logits_dtype=logits_dtype, workspace_mb=32)
+@pytest.mark.parametrize("name, rank, frozen, options", ON_GPU, ids=str)
+def test_loss_and_every_gradient_on_gpu(name, rank, frozen, options, dtype):
+    if options.get("logits_dtype") and dtype == torch.float32:
+        pytest.skip("they are as wide as the products")
+    check_adapted(LOSSES[name], adapted_on_gpu(name, rank, dtype), 3.0, (0.7,), frozen, **options)
 
 
 @pytest.mark.gpu
 def test_host_never_waits_on_gpu():
-    tensors = adapted_on_gpu(random_inputs(N, H, V, dtype=torch.bfloat16, device="cuda", ignored=0.3), 16)
-    for name in ("a", "b"):  # as PEFT keeps them
+    tensors = adapted_on_gpu("cross_entropy", 16)
+    for name in ("a0", "b0"):  # as PEFT keeps them
         tensors[name] = tensors[name].float().requires_grad_()
     tensors["hidden"].requires_grad_()
     for mode in ("default", "error"):  # compiled in the first round
         num_items = torch.tensor(300, device="cuda")
+        torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
             rows = RowSelection(tensors["labels"], num_items)
-            with_adapter(linear_cross_entropy)(**tensors, rows=rows).loss.backward()
+            with_adapters(LOSSES["cross_entropy"].op)(**tensors, rows=rows).loss.backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert tensors["a"].grad.dtype == tensors["b"].grad.dtype == torch.float32
+    assert tensors["a0"].grad.dtype == tensors["b0"].grad.dtype == torch.float32

@@ -204,8 +204,8 @@ def test_a_choice_of_no_expert_adds_nothing(fp32):
     got = check(EXPERTS.function, EXPERTS.reference, tensors, None, leaves=EXPERTS.leaves_of(tensors), gate=Gate())
     assert not got["d_weights"][::3, 1].any()
     first = {name: tensors[name][::3, :1] for name in ("index", "weights")}
-    alone = EXPERTS.function(**tensors | first | {"x": tensors["x"][::3]}, gate=Gate())
-    torch.testing.assert_close(got["out0"][::3], alone)
+    expected = EXPERTS.function(**tensors | first | {"x": tensors["x"][::3]}, gate=Gate())
+    torch.testing.assert_close(got["out0"][::3], expected)
 
 
 def test_an_output_that_nothing_reads(fp32):

@@ -3,6 +3,7 @@
 Uninitialised memory is NaN here, and launch constants are so small that inputs take several blocks (conftest.py).
 """
 
+import ast
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from kernel_checks import (
     under_autocast,
 )
 from op_table import CASES, Case
+from small_blocks import FOLDER
 from torch import Tensor
 
 BASE = {name: case for name, case in CASES.items() if name == case.op}  # one for each op
@@ -222,6 +224,18 @@ def test_second_derivatives_are_refused_where_they_would_be_wrong(fp32, case):
         torch.autograd.grad(loss, leaf, create_graph=True)
 
 
+def test_every_backward_refuses_them():
+    """Tests see the refusal of each op; this one, that no autograd function was forgotten."""
+    functions = {
+        f"{path.name}: {node.name}": [ast.unparse(x) for part in node.body for x in getattr(part, "decorator_list", ())]
+        for path in FOLDER.glob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and "torch.autograd.Function" in map(ast.unparse, node.bases)
+    }
+    assert len(functions) > 10
+    assert not [name for name, decorators in functions.items() if "first_order" not in decorators]
+
+
 @of({name: case for name, case in MANY.items() if case.form not in ("none", "no weight") and "experts" not in case.op})
 def test_compiles_into_one_graph(fp32, case):
     torch.compiler.reset()
@@ -233,6 +247,17 @@ def test_compiles_into_one_graph(fp32, case):
 
 AUTOCAST = ("gated_linear", "gated_mlp", "activation_linear", "linears", "lora_linear", "lora_linears", "lora_mlp",
             "lora_experts")  # fmt: skip
+
+
+@of({name: case for name, case in BASE.items() if case.op in AUTOCAST})
+def test_a_backward_within_autocast_has_the_gradients_of_one_outside(triton_fp32, case):
+    tensors = case.inputs(triton_fp32)
+    leaves = require_gradients(case, tensors)
+    values = [sum(y.square().sum() for y in fields(case.function(**tensors, **case.options)).values()) for _ in "12"]
+    expected = torch.autograd.grad(values[0], leaves)
+    with torch.autocast(triton_fp32.device, torch.bfloat16):
+        got = torch.autograd.grad(values[1], leaves)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
 @of({name: case for name, case in MANY.items() if case.op in AUTOCAST})

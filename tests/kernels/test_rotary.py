@@ -22,7 +22,7 @@ NORMED = ("q", "k", "q_weight", "k_weight")
 
 
 def given(name: str, place, rotary: int = 16, **layout) -> dict[str, Tensor]:
-    """An op's inputs with angles of their own; for rope as views of what projections give, (B, S, H, D)."""
+    """An op's inputs with other angles; for rope as views of what projections give, (B, S, H, D)."""
     draw = Draw(Sizes(positions=5))
     tensors = CASES[name].inputs(place)
     if CASES[name].op == "rope":
@@ -94,7 +94,7 @@ def test_memory_layout_is_kept(triton_fp32, name, upstream, how):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_queries_alone(fp32, interleaved):
+def test_only_queries(fp32, interleaved):
     tensors = given("rope", fp32, rotary=8, interleaved=interleaved)
     tensors["k"] = tensors["k"][:, :0]
     check(rope, rope_reference, tensors, None, leaves=("q",), interleaved=interleaved)
@@ -219,7 +219,7 @@ def attention(place) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("ends, window", [((0, 1), None), ((0, 1, 30, 30, 61, 70), 1)])
-def test_a_token_alone(fp32, ends, window):
+def test_a_document_or_window_of_one_token(fp32, ends, window):
     """Its weight is 1 whatever its score, whose gradient is what rounding leaves of 0."""
     tensors = {k: x[: ends[-1]] for k, x in CASES["document_attention"].inputs(fp32, keys=4).items()}
     q, k, v = (tensors[name].requires_grad_() for name in "qkv")
@@ -254,7 +254,7 @@ def test_each_token_knows_its_document(fp32):
 @pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_offsets_beyond_32_bits_on_gpu(heads_first):
-    """The last token of a batch of more than 2^31 elements gets what it gets alone."""
+    """The last token of a batch of more than 2^31 elements gets what it gets without the others."""
     B, S, hq, D = 2, 8200, 1024, 128
     assert B * S * hq * D > 2**31
     q = torch.empty((B, hq, S, D) if heads_first else (B, S, hq, D), dtype=torch.bfloat16, device="cuda")

@@ -269,7 +269,7 @@ KINDS = {
     "mix": Distillation({"forward_kl": 0.6, "jsd": 0.5}, beta=0.7, ce_weight=0.25),
 }
 PAIRS = {
-    # A teacher of another family, size and vocabulary: a cap of its own, and a head padded beyond the vocabulary.
+    # A teacher of another family, size and vocabulary: another cap, and a head padded beyond the vocabulary.
     "gemma2_padded": ("llama_tied", "gemma2", {"hidden_size": 48, "vocab_size": VOCAB + 8}, None),
     "student_padded": ("gemma2", "phi", {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}, 60),
     "granite": ("qwen3", "granite", {"hidden_size": 24, "num_hidden_layers": 1}, None),
@@ -367,7 +367,7 @@ def test_families_are_what_they_are_said_to_be():
 
 
 class Divided(LlamaForCausalLM):
-    """Divides the sum over the tokens by a number of its own."""
+    """Divides the sum over the tokens by a number that it chose."""
 
     divisor: Any = 3
 

@@ -128,7 +128,7 @@ def test_a_loss_of_several_parts_is_their_sum():
     _warn_once.cache_clear()
     with pytest.warns(MaterializedLogitsWarning, match="the model has no output embeddings"):
         assert_same(loss_and_gradients(model, batch), want)
-    # and such a loss, like that of a second model which adds its own, has no per-token values
+    # and such a loss, like the one of a second model which adds its own, has no per-token values
     second, its_batch = model_and_batch("CsmForConditionalGeneration")
     FusedLoss(second)
     for of, rows in ((model, batch), (second, its_batch)):
@@ -290,7 +290,7 @@ def cached(labels):
 
 
 class Moving(LlamaForCausalLM):
-    """Hands its loss labels of equal values in a tensor of its own, as a model spread over devices does."""
+    """Hands its loss labels of equal values in another tensor, as a model spread over devices does."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
         return super().forward(input_ids, attention_mask, labels=labels.clone(), **kwargs)

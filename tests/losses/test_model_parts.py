@@ -34,7 +34,7 @@ def lora(**options) -> LoraConfig:
 
 
 def wrapped(family: str, config: Any) -> PeftModel:
-    """A model whose trainable parameters differ from those of its base."""
+    """A model whose trainable parameters differ from its base's."""
     model = tiny_model(family)
     with torch.no_grad():
         if model.get_output_embeddings().bias is not None:
@@ -62,14 +62,14 @@ CONFIGS: dict[str, tuple[str, Any]] = {
     "elsewhere": ("llama", lora(target_modules=["q_proj", "down_proj"])),
     "rank 1": ("llama", lora(r=1)),
     "rslora": ("llama", lora(use_rslora=True)),
-    "alone": ("llama", lora(target_modules=["lm_head"])),
+    "only the head": ("llama", lora(target_modules=["lm_head"])),
     "with a softcap": ("gemma2", lora()),
     "with a scale": ("granite", lora()),
     "with a bias": ("phi", lora()),
     "with biases": ("phi", lora(lora_bias=True)),
-    "with a bias of its own": ("llama", lora(lora_bias=True)),
-    "beside trained biases": ("phi", lora(bias="all")),
-    "beside a trained embedding": ("llama", lora(modules_to_save=["embed_tokens"])),
+    "with a bias that the head lacks": ("llama", lora(lora_bias=True)),
+    "next to trained biases": ("phi", lora(bias="all")),
+    "next to a trained embedding": ("llama", lora(modules_to_save=["embed_tokens"])),
     "tied": ("llama_tied", lora()),
     "tied adapters": ("llama_tied", lora(target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True)),
     "tokens": ("llama", lora(target_modules=["q_proj"], trainable_token_indices={"lm_head": TOKENS})),

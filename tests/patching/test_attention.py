@@ -12,13 +12,7 @@ import transformers
 from families import build
 from recorders import calls_of
 from steps import assert_same_step, only
-from tiny import (
-    SIZES,
-    assert_same_gradients,
-    gradients,
-    masked_batch,
-    spread_weights,
-)
+from tiny import SIZES, assert_same_gradients, gradients, masked_batch, spread_weights
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.codegen import modeling_codegen

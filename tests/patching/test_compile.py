@@ -11,15 +11,7 @@ import pytest
 import torch
 from quick_cases import slow_but
 from steps import adapted
-from tiny import (
-    assert_same_gradients,
-    masked_batch,
-    named_gradients,
-    shift_labels_of,
-    texts,
-    tiny_model,
-    train_args,
-)
+from tiny import assert_same_gradients, masked_batch, named_gradients, shift_labels_of, texts, tiny_model, train_args
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from trainings import distill, logged, sft
@@ -227,8 +219,7 @@ def distillation(model, **options):
 @whole_graph
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plain", "ours", "rel"),
-    [(functools.partial(sft, cls=SFTTrainer), sft, 1e-4), (distillation, distillation, 1e-5)],
+    ("plain", "ours", "rel"), [(functools.partial(sft, cls=SFTTrainer), sft, 1e-4), (distillation, distillation, 1e-5)]
 )
 def test_our_trainers(plain, ours, rel):
     want, _ = run(plain, **RUN)

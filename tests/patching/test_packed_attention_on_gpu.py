@@ -26,11 +26,7 @@ FAMILIES = {
     "qwen3": (transformers.Qwen3Config, {"head_dim": 128}),
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 256, "sliding_window": 40, "num_hidden_layers": 6}),
 }
-CUTS = {
-    "some": (70, 1, 130, 33, 266),
-    "one": (500,),
-    "300": tuple(3 + i % 11 for i in range(300)),
-}
+CUTS = {"some": (70, 1, 130, 33, 266), "one": (500,), "300": tuple(3 + i % 11 for i in range(300))}
 
 
 def models(family, dtype=torch.bfloat16):

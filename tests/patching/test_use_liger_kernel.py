@@ -9,8 +9,8 @@ import transformers
 import trl_runs
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from tiny import VOCAB, largest_vocabulary_tensor, tiny_model, train_args
-from transformers import Trainer, TrainingArguments
+from tiny import VOCAB, largest_vocabulary_tensor, tiny_model, tiny_tokenizer, train_args
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import add_fused_lm_head
 
@@ -45,12 +45,7 @@ def rows(n=12, seed=0):
     return Dataset.from_list([{"input_ids": row, "labels": [-100] * 3 + row[3:]} for row in ids])
 
 
-def collate(batch):
-    padded = {}
-    for name, filler in (("input_ids", VOCAB - 4), ("labels", -100)):
-        rows = [torch.tensor(row[name]) for row in batch]
-        padded[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=filler)
-    return {**padded, "attention_mask": (padded["input_ids"] != VOCAB - 4).long()}
+collate = DataCollatorForSeq2Seq(tiny_tokenizer())
 
 
 def make(model=None, arguments=None, **options):

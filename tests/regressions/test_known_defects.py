@@ -6,10 +6,10 @@ In other trainers' distillation, all but the last against numbers of their own i
 - unshifted logits are masked by the labels (DistillKit 1.0); half of the loss is a cross-entropy that nobody asked for
   (TRL's Liger path); a temperature changes sampling only (TRL 1.16's GKDTrainer): losses/test_plan.py, every type at
   once against plain torch
-- the value is multiplied by T^2 and the gradient is not: kernels/test_divergence_kinds.py, kernels/test_linear_uld.py
+- the value is multiplied by T^2 and the gradient is not: kernels/test_linear_losses.py
 - the denominator counts tokens of the dataset where the student's own are summed: trainers/test_on_policy.py
 - a padded vocabulary is refused, or filled with the other side's logits (ms-swift 4.6): teachers/test_vocabulary.py,
-  kernels/test_linear_divergence.py
+  kernels/test_linear_losses.py
 - a softcap or a scale of logits is ignored by the fused loss: losses/test_fused_forward.py
 - NaN is logged as 0.0 and trained with to the end: trainers/test_finite_guard.py
 - misspelled options are taken in silence: losses/test_plan.py, patching/test_families.py
@@ -21,12 +21,12 @@ In Liger-Kernel, besides the tests below:
   patching/test_families.py for phi
 - an evaluation computes all logits: patching/test_use_liger_kernel.py
 - Granite's and Cohere's scale of the logits is not implemented: losses/test_fused_forward.py
-- torch.compile(fullgraph=True) raises: kernels/test_compile.py
-- a frozen head's gradient is computed, and without gradients too: kernels/test_linear_divergence.py
+- torch.compile(fullgraph=True) raises: kernels/test_linear_modes.py, test_promises.py
+- a frozen head's gradient is computed, and without gradients too: kernels/test_linear_modes.py
 - a second backward gives half of the gradients: kernels/test_promises.py and the losses' own files
 - lm_head as a separate unit fails under FSDP2: engines/test_sharded_models.py
 - the loss of bf16 logits is rounded to bf16, and without any label the accuracy is NaN: extras/test_losses.py
-- a label outside of the vocabulary is read beyond the logits: kernels/test_cross_entropy.py and test_linear_modes.py
+- a label outside of the vocabulary is read beyond the logits: kernels/test_cross_entropy.py, test_linear_losses.py
 - an unknown family, and a flag without effect, pass in silence: patching/test_families.py
 """
 

@@ -18,8 +18,7 @@ from liger_trainer.run.reports.drawing import (
     points,
     reading,
 )
-from liger_trainer.run.reports.read_run import read_run
-from liger_trainer.run.reports.tables import before_and_after, duration
+from liger_trainer.run.reports.tables import before_and_after, duration, read_run
 
 STRIP = (
     r'<g><rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"/><path d="M([\d.]+) [\d.V]+"/>'

@@ -22,7 +22,6 @@ from liger_trainer.run import train_loop as callbacks
 from liger_trainer.run.reports import drawing
 from liger_trainer.run.reports import html as html_report
 from liger_trainer.run.reports.drawing import CHARTS, SERIES, charts_of, different, lines_of, points
-from liger_trainer.run.reports.read_run import names, read_run
 from liger_trainer.run.reports.tables import (
     before_and_after,
     change,
@@ -32,7 +31,9 @@ from liger_trainer.run.reports.tables import (
     facts,
     figure,
     memory,
+    names,
     parameters,
+    read_run,
     settings,
     side_by_side,
 )

@@ -145,9 +145,13 @@ def _further_columns(config: "RunConfig", train: "Dataset", test: "Dataset", use
     """Return the columns that settings name, but for those that are used.
 
     Raises:
-        DataError: the held-out rows lack a column that they need.
+        DataError: the rows lack a column that they need.
     """
-    named = _named_columns(config, train)
+    named = {key: config[key] for key in NAMING if config.values.get(key) is not None}
+    for key, column in named.items():
+        if column not in train.column_names:
+            have = ", ".join(train.column_names)
+            raise DataError(f"the training rows have no column {column!r}, which {key} names; they have {have}.")
     missing = [c for c in (*used, *(named.values())) if c not in test.column_names and c != named.get(OF_TRAINING)]
     if missing:
         raise DataError(f"the held-out rows have no column {missing[0]!r}, which the training rows have.")
@@ -229,16 +233,6 @@ def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
         extras = OPTIONAL_COLUMNS.get("messages" if chat_prompts else form, CHAT_COLUMNS)
         return form, (*needed, *(c for c in (*extras, images) if c in have))
     raise DataError(no_usable_column(have, text))
-
-
-def _named_columns(config: "RunConfig", train: "Dataset") -> dict[str, str]:
-    """Return the columns that settings name, by their keys."""
-    named = {key: config[key] for key in NAMING if config.values.get(key) is not None}
-    for key, column in named.items():
-        if column not in train.column_names:
-            have = ", ".join(train.column_names)
-            raise DataError(f"the training rows have no column {column!r}, which {key} names; they have {have}.")
-    return named
 
 
 def _check_mask_options(config: "RunConfig", train: "Dataset", form: str) -> None:

@@ -1,4 +1,4 @@
-"""Draw the charts of a report: as a PNG, and for the page as an SVG for each thing that a curve can be over.
+"""The charts of a report: which there are, and drawn as a PNG, and for the page as an SVG for each kind of x axis.
 
 A chart is drawn in light colours. Its PNG has a white background; in its SVG the colours are CSS variables of the page,
 which has other values for them in dark mode. The page shows one SVG of a chart at a time.
@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from .read_run import RunRecord, number
-from .tables import duration, has_other_name
+from .tables import RunRecord, duration, has_other_name, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -309,13 +308,15 @@ _STYLE: dict[Any, Any] = {
 
 def _drawing(chart: Chart, lines: list[Line], same: Sequence[Chart], several: bool, axes: Sequence[Axis]) -> Drawing:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=SIZE, layout="constrained")
     plot = figure.add_subplot()
     curves = _plot(plot, chart, lines, several)
     notes = ["logarithmic"] if plot.get_yscale() == "log" else []
     note = ", ".join([*notes, *([f"the same curve: {', '.join(other.title for other in same)}"] if same else [])])
-    _label_steps(plot)
+    plot.set_xlabel("step")
+    plot.xaxis.set_major_locator(MaxNLocator(TICKS, steps=NICE, integer=True))
     png, svgs = io.BytesIO(), {}
     title = plot.set_title(f"{chart.title} ({note})" if note else chart.title, loc="left", fontsize=9.5)
     figure.savefig(png, format="png", dpi=160, facecolor="white")
@@ -337,13 +338,6 @@ def _unit(axis: Axis, lines: Sequence[Line]) -> tuple[str, float]:
     longest = max(max(line.over(axis)) for line in lines)
     name, unit = next((n, u) for n, u in (("h", 3600.0), ("min", 60.0), ("s", 1.0)) if longest >= 2 * u or u == 1.0)
     return f"time in training ({name})", unit
-
-
-def _label_steps(plot: "Axes") -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    plot.set_xlabel("step")
-    plot.xaxis.set_major_locator(MaxNLocator(TICKS, steps=NICE, integer=True))
 
 
 def _move(plot: "Axes", curves: "list[tuple[Line2D, int]]", places: list[list[float]], label: str) -> None:
@@ -439,8 +433,6 @@ def _svg(figure: "Figure", chart: Chart, axis: Axis, lines: Sequence[tuple[Line,
 #
 # Over the plot lie transparent strips, one for each place that has points; the one under the pointer shows its line,
 # its points and its values, by CSS without a script.
-
-
 HOVERED = 120  # places of a chart that show values, about
 FEWEST = 20  # points of a line that show theirs, where there are many lines
 NARROWEST = 0.5  # gap between places, in points of the page: nearer ones share a strip

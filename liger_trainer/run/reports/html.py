@@ -12,13 +12,14 @@ from ... import __version__
 from ...common.files import refuse_links, write_atomically
 from ...secrets import redact
 from .drawing import SERIES, Drawing, axes_of, draw, points, reading
-from .read_run import Completion, RunRecord, names
 from .tables import (
     DISTILL_ROWS,
     OTHER_TOKENS_ROWS,
     SFT_ROWS,
+    Completion,
     Grid,
     MetricRow,
+    RunRecord,
     before_and_after,
     best_of,
     change,
@@ -31,6 +32,7 @@ from .tables import (
     figure,
     latest,
     memory,
+    names,
     of_the_same_rows,
     parameters,
     parts_of_the_time,
@@ -169,12 +171,15 @@ def render(runs: Sequence[RunRecord], drawings: Sequence[Drawing]) -> str:
     )
     labels = names(runs)
     samples = list(_samples(runs, labels))
+    run, judged = runs[0], None if len(runs) == 1 else _comparison(runs, labels)
+    if len(runs) == 1 and run.finished:
+        judged = verdict(run.recipe, run.before, run.after, run.models)
     return environment.get_template("report.html.jinja").render(
         title=labels[0] if len(runs) == 1 else f"{len(runs)} runs compared",
         several=len(runs) > 1,
         runs=[_header(run, label, index) for index, (run, label) in enumerate(zip(runs, labels, strict=True))],
         notes=_notes(runs, labels),
-        verdict=_verdict(runs[0]) if len(runs) == 1 else _comparison(runs, labels),
+        verdict=judged,
         cards=list(_cards(runs[0])) if len(runs) == 1 else [],
         figures=drawings,
         axes=axes_of(runs),
@@ -239,11 +244,6 @@ def _notes_on(run: RunRecord) -> Iterator[str]:
             )
         if dropped := rows.get("rows_dropped"):
             yield f"{count(dropped)} {name} rows have no supervised token left and were left out."
-
-
-def _verdict(run: RunRecord) -> Verdict | None:
-    """Return the verdict of a finished run."""
-    return verdict(run.recipe, run.before, run.after, run.models) if run.finished else None
 
 
 def _comparison(runs: Sequence[RunRecord], labels: Sequence[str]) -> Verdict | None:

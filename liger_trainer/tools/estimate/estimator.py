@@ -69,6 +69,7 @@ def gpu_named(name: str) -> Gpu:
             f"--gpu: no GPU is called {name!r}. {hint}There are {', '.join(gpu.name for gpu in GPUS)}, or give its "
             "memory: --gpu 24GB."
         )
+    # Several of one memory are as good as one.
     if len({gpu.mib for gpu in matches}) > 1:
         raise ConfigError(f"--gpu: {name!r} may be {', '.join(gpu.name for gpu in matches)}: say which.")
     return matches[0]
@@ -208,6 +209,7 @@ def highest(memory: StepMemory, sharding: Sharding) -> tuple[str, Peak]:
 
 def _longest(config: "RunConfig", lengths: RowLengths | str) -> tuple[int, bool]:
     """Return the tokens of the longest row of a batch, and whether others may be shorter."""
+    # TRL cuts rows at max_length; packed rows are all that long.
     limit = config["max_length"]
     longest_row = shortest = None
     if isinstance(lengths, RowLengths) and not config["packing"]:
@@ -229,6 +231,7 @@ def _tokens(config: "RunConfig", spec: StepSpec, lengths: RowLengths | str, shar
     else:
         mean, epoch_rows = min(lengths.mean, longest), lengths.rows
         if config["packing"]:
+            # Packed rows are full, but for the last.
             epoch_rows, mean = math.ceil(lengths.rows * mean / longest), float(longest)
         if config.recipe == "distill" and config["teacher"] == "cache":
             assert spec.teacher_records is not None
@@ -256,6 +259,7 @@ def _changes(config: "RunConfig", lengths: RowLengths | str, gpu: Gpu, peak_mib:
     less = tuple(change for change in tried if change.peak_mib < peak_mib)
     if any(change.fits for change in less):
         return less
+    # Each change is cheap by itself; together they may be what fits.
     together: tuple[str, ...] = ()
     for change in tried:
         together += tuple(setting for setting in change.settings if setting not in together)
@@ -271,6 +275,7 @@ def _candidates(config: "RunConfig") -> Sequence[tuple[str, ...]]:
     if not config["gradient_checkpointing"]:
         candidates += [("memory=lean",), CHANGES[0] if config["memory"] == FAST else (*CHANGES[0], "memory=fast")]
     if rows > 1:
+        # Half of the rows, and as many steps of accumulation more: the batch stays as large.
         less = -(-rows // 2)
         more = math.ceil(rows * accumulation / less)
         candidates.append((f"per_device_train_batch_size={less}", f"gradient_accumulation_steps={more}"))
@@ -287,6 +292,7 @@ def _changed(config: "RunConfig", settings: tuple[str, ...], lengths: Any, gpu: 
     """Simulate the changed settings; None if they are refused or change nothing."""
     try:
         changed = load_run_config(config.source, [*config.overrides, *settings])
+        # The configuration has it already.
         if all(changed[key] == config[key] for key in (s.partition("=")[0] for s in settings)):
             return None
         memory = simulate(step_spec(changed, *_longest(changed, lengths), gpu.bf16))

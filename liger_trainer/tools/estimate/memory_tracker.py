@@ -65,6 +65,7 @@ class MemoryTracker(TorchDispatchMode):
             return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         part = self.part
+        # autocast casts weights and keeps the copies until the step ends.
         if func is torch.ops.aten._to_copy.default and "weights" in (self.part_of(args[0]) or ""):
             part = AUTOCAST
         self._count(tree_leaves(result), part)
@@ -106,9 +107,11 @@ class MemoryTracker(TorchDispatchMode):
                 continue
             storage = leaf.untyped_storage()
             key = id(storage)
+            # A view, or what was done in place.
             if key in self._storages:
                 continue
             size = -(-storage.nbytes() // BLOCK) * BLOCK
+            # The callback runs when the last tensor of the storage is gone, as the allocator would free it.
             self._storages[key] = weakref.ref(storage, lambda _, key=key: self._freed(key)), size, part, self.pool
             self.live[part] += size
             self._live_in[self.pool] += size
@@ -123,5 +126,6 @@ class MemoryTracker(TorchDispatchMode):
         peak, now = self.peaks.setdefault(self.phase, Peak()), self.bytes
         if now > peak.bytes:
             peak.bytes, peak.parts = now, Counter(self.live)
+        # Graph pools do not give memory back, so what is outside of them has a peak by itself.
         self.outside[self.phase] = max(self.outside.get(self.phase, 0), self._live_in[None])
         self.pools[self.pool] = max(self.pools.get(self.pool, 0), self._live_in[self.pool])

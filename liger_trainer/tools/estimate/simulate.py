@@ -195,11 +195,10 @@ class _TrainerSteps:
     move them, so it is added at the end.
     """
 
-    def __init__(
-        self, spec: StepSpec, student: Any, teacher: Any, tracker: MemoryTracker, resident: list[Tensor]
-    ):  # fmt: skip
+    def __init__(self, spec: StepSpec, student: Any, teacher: Any, tracker: MemoryTracker, resident: list[Tensor]):
         self.spec, self.student, self.teacher, self.tracker = spec, student, teacher, tracker
         self.trained = [p for p in student.parameters() if p.requires_grad]
+        # By id: tensors compare by their numbers, of which there are none.
         frozen = {id(p) for p in student.parameters()} - {id(p) for p in self.trained}
         tracker.add((p for p in student.parameters() if id(p) in frozen), "student weights")
         tracker.add(self.trained, "adapter weights" if spec.peft is not None else "student weights")
@@ -219,6 +218,7 @@ class _TrainerSteps:
         for model in self.graphed:
             _Pool("student" if model is student else "teacher", tracker).watch(layers_of(base_of(model)))
         base_of(student).get_decoder().register_forward_hook(lambda *_: tracker.enter("loss"))
+        # As Trainer has them: without weight decay for biases and norms.
         groups = [[p for p in self.trained if p.ndim > 1], [p for p in self.trained if p.ndim <= 1]]
         self.optimizer = spec.optimizer([{"params": group} for group in groups if group])
 
@@ -239,6 +239,7 @@ class _TrainerSteps:
                 tracker.pool = None
         unused = -self._drop_unused_gradients()
         phases = [*tracker.peaks.values()]
+        # The state of the optimizer is made in the first step, and there during the second.
         for _ in range(2):
             with tracker.during("optimizer", "optimizer temporaries"):
                 if self.spec.max_grad_norm:
@@ -247,6 +248,7 @@ class _TrainerSteps:
                 tracker.add(_states(self.optimizer), "optimizer state")
         for peak in phases:
             peak.add("gradients", unused)
+            # From the second step on it is there in each phase.
             peak.add("optimizer state", tracker.live["optimizer state"])
 
     def graphs_bytes(self) -> int | None:
@@ -299,6 +301,7 @@ def _has_graphs(model: Any, spec: StepSpec) -> bool:
         return False
     if spec.cuda_graphs == NEVER or any(hasattr(p, "quant_state") for layer in layers for p in layer.parameters()):
         return False
+    # Larger batches keep the GPU busy without graphs.
     return spec.cuda_graphs == ALWAYS or spec.rows * spec.length <= most_rows(layers)
 
 
@@ -338,11 +341,13 @@ def _student(spec: StepSpec) -> Any:
         model = _built(spec.student, spec.by_lengths)
         if spec.peft is not None:
             model = get_peft_model(model, spec.peft)
+    # preserve_rng_state would read the state of the GPU, and there is none.
     if spec.checkpointing is not None:
         base_of(model).gradient_checkpointing_enable({**spec.checkpointing, "preserve_rng_state": False})
         if spec.peft is not None:
             base_of(model).enable_input_require_grads()
     try:
+        # In the order of the trainers: adapters, checkpointing, patches.
         Patched(base_of(model), spec.patch, spec.loss).remake_mlps(spec.remake_every)
     except NothingToPatch as error:
         raise ConfigError(str(error)) from None
@@ -377,6 +382,7 @@ def _allocate(model: Any) -> None:
 
 def _built(spec: ModelSpec, by_lengths: bool) -> Any:
     config = spec.config
+    # Any other is replaced by a stand-in below, which needs no kernels to be installed.
     implementation = "eager" if spec.attention == "eager" else None
     try:
         model = auto_class(config).from_config(config, dtype=spec.dtype, attn_implementation=implementation)
@@ -400,6 +406,7 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _largest_layer(model: Any, dtype: torch.dtype | None) -> int:
+    # FSDP and ZeRO-3 gather one layer at a time.
     layers = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return max((_computed_bytes(layer, dtype) for modules in layers for layer in modules), default=0)
 

@@ -32,6 +32,7 @@ def on_a_gpu(count: int, num_items: float) -> Iterator[None]:
     replaced = Replacements()
     # dropout on the CPU keeps its mask in the dtype of the input
     replaced.set(F, "dropout", _dropout)
+    # The patches take only plain parameters for weights; here those are fake ones.
     replaced.set(linears, "WEIGHTS", (*linears.WEIGHTS, FakeTensor))
     for place, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # used by transformers' mixtures of experts
         if hasattr(place, name):
@@ -170,6 +171,7 @@ class QuantizedLinear(nn.Linear):
 class _Unpacked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, out_features: int) -> Tensor:
+        # Not the unpacked one: it is made again in the backward.
         ctx.save_for_backward(weight)
         ctx.shape = out_features, x.shape[-1]
         return F.linear(x, x.new_empty(ctx.shape))
@@ -208,6 +210,7 @@ class MomentsOptimizer(torch.optim.Optimizer):
                     self.state[p] = self._state(p)
 
     def _state(self, p: Tensor) -> dict[str, Tensor]:
+        # It lies in host memory.
         if self.paged:
             return {}
         packed = self.bits == 8 and p.numel() >= self.SMALLEST

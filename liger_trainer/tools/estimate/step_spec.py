@@ -83,12 +83,14 @@ def sharding_of(config: "RunConfig") -> Sharding:
     kind = str(file.get("distributed_type", "NO")).upper()
     if kind == "DEEPSPEED":
         return _zero(int((file.get("deepspeed_config") or {}).get("zero_stage", 0)), processes)
+    # FSDP of one process gathers nothing.
     if kind == "FSDP" or config["fsdp"]:
         return Sharding("FSDP", processes, (*WEIGHTS, "gradients", "optimizer state"), gathers=processes > 1)
     return Sharding("DDP", processes, buckets=True) if processes > 1 else Sharding()
 
 
 def _zero(stage: int, processes: int) -> Sharding:
+    # Stage 1 shares the first, stage 2 the first two, stage 3 all of them.
     shared = ("optimizer state", "gradients", *WEIGHTS)[: {0: 0, 1: 1, 2: 2}.get(stage, 5)]
     return Sharding(f"ZeRO-{stage}", processes, shared, gathers=stage == 3 and processes > 1)
 
@@ -149,6 +151,7 @@ def row_lengths(config: "RunConfig") -> RowLengths | str:
         lengths = [_tokens(row, data.facts.form, tokenizer, config["dataset_text_field"]) for row in rows]
     except LigerTrainerError as error:
         return str(error)
+    # Rows that were not measured may be longer or shorter.
     ends = (max(lengths), min(lengths)) if len(lengths) == len(data.train) else ()
     return RowLengths(len(data.train), sum(lengths) / len(lengths), *ends)
 
@@ -223,8 +226,9 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
     student = _student(config)
     distils = config.recipe == "distill"
     teacher, records = _teacher(config, args, student.config, bf16) if distils else (None, None)
-    packed = config["packing"] or config["padding_free"]
+    packed, graphs = config["packing"] or config["padding_free"], config["cuda_graphs"]
     rows, flash = config["per_device_train_batch_size"], "flash" in str(student.attention or "")
+    # Rows that are cut anywhere ("wrapped") have no documents to tell apart.
     merged = packed and (config["packing_strategy"] != "wrapped" or config["padding_free"])
     by_lengths = merged and config["attention"] == AUTO and student.attention in (None, "sdpa", "eager")
     causal = config["attention"] == AUTO and student.attention in (None, "sdpa")  # padding is behind what is read
@@ -242,7 +246,8 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         teacher_records=records,
         teaches_itself=distils and args.teacher == "self",
         quantises=args.qat is not None,
-        cuda_graphs=_cuda_graphs(config),
+        # `auto` leaves several processes without graphs
+        cuda_graphs=NEVER if graphs == AUTO and sharding_of(config).processes > 1 else graphs,
         peft=get_peft_config(config.model_args()),
         patch=PatchOptions.of(config["liger_kernel_config"]),
         remake_every=MEMORY[config["memory"]],
@@ -269,12 +274,6 @@ def _check_known(config: "RunConfig", args: Any) -> None:
     for key in ("activation_offloading", "torch_compile"):
         if config[key]:
             raise config.error(key, f"estimate does not know what it saves. Estimate without: {key}=false.")
-
-
-def _cuda_graphs(config: "RunConfig") -> str:
-    """Return the setting as it is for this run: `auto` leaves several processes without graphs."""
-    wanted = config["cuda_graphs"]
-    return NEVER if wanted == AUTO and sharding_of(config).processes > 1 else wanted
 
 
 def _training_args(config: "RunConfig") -> Any:
@@ -322,6 +321,7 @@ def _student(config: "RunConfig") -> ModelSpec:
     if config.drops_layers():
         count = model.get_text_config(decoder=True).num_hidden_layers
         model = thinned_config(model, kept_indices(count, config["keep_every_nth_layer"], config["keep_layers"]))
+    # model_init_kwargs may ask for it too, as in transformers.
     quantization = extra.get("quantization_config") or {}
     bits = 4 if args.load_in_4bit else 8 if args.load_in_8bit else _bits(quantization)
     attention = extra.get("attn_implementation", args.attn_implementation)

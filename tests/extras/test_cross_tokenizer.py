@@ -465,10 +465,10 @@ def test_sampled_completions(teacher, ours, family):
         "completions": completions(6), "chats": chats(6), "prompts": completions(6).remove_columns("completion"),
         "chat prompts": chats(6).map(lambda row: {"prompt": row["messages"][:1]}, remove_columns="messages"),
     }  # fmt: skip
-    alone = "prompt" in family  # with lmbda below 1 a row must have a completion, and with 1 there is no ce
+    only_prompts = "prompt" in family  # with lmbda below 1 a row must have a completion, and with 1 there is no ce
     trainer = make(
-        teacher, ours, "alm", data[family], losses=MIXED["alm"][:1] if alone else MIXED["alm"],
-        lmbda=1.0 if alone else 0.999, max_completion_length=12, per_device_train_batch_size=6,
+        teacher, ours, "alm", data[family], losses=MIXED["alm"][:1] if only_prompts else MIXED["alm"],
+        lmbda=1.0 if only_prompts else 0.999, max_completion_length=12, per_device_train_batch_size=6,
         assistant_only_loss=family == "chats", optim="sgd", learning_rate=0.0, max_steps=2, seed=3,
         generation_kwargs={"eos_token_id": [ours.eos_token_id, *range(40, 60)]},
     )  # fmt: skip

@@ -180,8 +180,8 @@ def test_divergences_on_a_gpu(name, dtype):
     student, teacher = student.to(dtype), teacher.to(dtype)
     truth, gradient = (torch.zeros(n, m, dtype=torch.float64, device="cuda") for n, m in ((len(FIELDS), N), (N, V)))
     divergence_rows(RowInputs(student.double(), teacher.double(), None, None, labels, None), truth, gradient, o)
-    alone, of_alone = torch.zeros(len(FIELDS), N, device="cuda"), workspace(student)
-    divergence_rows(RowInputs(of_alone, workspace(teacher), None, None, labels, None), alone, of_alone, o)
+    whole, of_whole = torch.zeros(len(FIELDS), N, device="cuda"), workspace(student)
+    divergence_rows(RowInputs(of_whole, workspace(teacher), None, None, labels, None), whole, of_whole, o)
     ranks = Ranks(len(CUTS) - 1)
 
     def one(part):
@@ -192,6 +192,6 @@ def test_divergences_on_a_gpu(name, dtype):
 
     results = ranks.run(one, columns())
     got = torch.cat([grad for _, grad in results], 1)
-    for ours, theirs, right in ((got, of_alone, gradient), (results[0][0][0], alone[0], truth[0])):
+    for ours, theirs, right in ((got, of_whole, gradient), (results[0][0][0], whole[0], truth[0])):
         error, allowed = ((x.double() - right).norm() / right.norm() for x in (ours, theirs))
         assert error <= 2 * allowed + 1e-5

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_checks import Place, check, set_path
-from op_table import CASES, REDUCTIONS, Case
+from op_table import CASES, REDUCTIONS, Case, op_named
 from small_blocks import home
 from torch import Tensor
 
@@ -140,7 +140,7 @@ def test_small_fp16_gradients_survive_until_they_are_scaled(fp32, form):
 
 
 def kept_by(op, x: Tensor, **options) -> int:
-    """The numbers that a loss keeps beside its inputs."""
+    """The numbers that a loss keeps besides its inputs."""
     saved, leaves = [], (x.clone().requires_grad_(), x.clone().requires_grad_())
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
         op(*leaves, **options)
@@ -229,7 +229,7 @@ def test_mass_where_the_input_has_none_is_infinite(fp32, log_target):
 
 
 def test_kl_div_of_masked_logits(fp32):
-    """-inf on both sides: as if the column were not there. On the input's alone: infinite. NaN shows."""
+    """-inf on both sides: as if the column were not there. On the input's only: infinite. NaN shows."""
     tensors = sides(FORMS["kl_div, logits"], fp32, rows=4)
     masked = {k: x.clone() for k, x in tensors.items()}
     for name in BOTH:
@@ -319,3 +319,35 @@ def test_tvd_without_overlap_is_one(fp32):
     x = torch.tensor([[0.0, float("-inf"), 0.0, float("-inf")], [50.0, 0.0, 0.0, 0.0]], device=fp32.device)
     t = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0], [0.0, 0.0, 50.0, 0.0]], device=fp32.device)
     torch.testing.assert_close(tvd(x, t, from_logits=True, reduction="none"), torch.ones(2, device=fp32.device))
+
+
+@pytest.mark.parametrize("as_reference", [False, True], ids=["", "reference"])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("from_logits", [False, True], ids=["given", "logits"])
+@pytest.mark.parametrize(
+    "name, options", [("kl_div", {}), ("tvd", {}), *(("jsd", {"beta": x}) for x in (0.3, 0.0, 1.0))]
+)
+def test_what_both_sides_rule_out_adds_nothing(fp32, name, options, from_logits, reduction, as_reference):
+    """As if these tokens were not in the vocabulary."""
+    out = [0, 11, 12, 36]
+    left, (op, reference) = [token for token in range(37) if token not in out], op_named(name)
+    generator = torch.Generator().manual_seed(0)
+    sides = [torch.randn(5, 37, generator=generator).to(fp32.device) for _ in range(2)]
+
+    def values(op, ruled: bool) -> list[Tensor]:
+        x, t = (side.clone() if ruled else side[:, left] for side in sides)
+        if ruled:
+            x[:, out] = t[:, out] = -torch.inf
+        if not from_logits:
+            x, t = x.log_softmax(-1), t.log_softmax(-1)
+            x, t = (x.exp(), t.exp()) if name == "tvd" else (x, t.exp() if name == "kl_div" else t)
+        x, t = x.requires_grad_(), t.requires_grad_()
+        loss = op(x, t, reduction=reduction, from_logits=from_logits, **options)
+        return [loss, *torch.autograd.grad(loss.sum(), (x, t))]
+
+    expected, got = values(op, ruled=False), values(reference if as_reference else op, ruled=True)
+    for x, y in zip(got, expected, strict=True):
+        if x.dim() > 1:
+            assert torch.isfinite(x).all() and not x[:, out].any()
+            x = x[:, left]
+        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
