@@ -275,7 +275,7 @@ def input_gradients(
 
     `overwrite`: they take the memory of gate and up, which must be contiguous.
     """
-    memory = _itself if overwrite else empty
+    memory = (lambda x: x) if overwrite else empty
     if up is None:
         packed = memory(gate)  # one tensor, of which both gradients are halves
         backward(dh, *halves(gate, None), *halves(packed, None), activation, h)
@@ -284,10 +284,6 @@ def input_gradients(
     dup = memory(up) if needs[1] else None
     backward(dh, gate, up, dgate, dup, activation, h)
     return dgate, dup
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 class GatedFunction(torch.autograd.Function):
