@@ -32,6 +32,7 @@ def _losses(value: Any, source: ForeignConfig) -> Settings:
             source.note(f"no counterpart to {function}; left out, the others keep their weights.", at)
             continue
         kind = _TYPES[function]
+        # which layers are compared is told once for all losses there
         hidden = _layers(source) if kind.startswith("hidden_") else {}
         kept.append({"type": kind, "weight": round(weight / total, 6), **hidden})
         if kind != "ce" and not hidden:
@@ -123,6 +124,7 @@ def _options(key: str) -> Any:
     """Read keywords of `from_pretrained`."""
 
     def function(value: Any, source: ForeignConfig) -> Settings:
+        # all of them, whatever their names: transformers checks them
         options = source.take(source.reading, {})
         return {key: {"dtype" if name == "torch_dtype" else name: item for name, item in options.items()}}
 

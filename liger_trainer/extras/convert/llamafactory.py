@@ -81,6 +81,7 @@ def _entry(name: str, at: str, folder: Path, source: ForeignConfig) -> dict[str,
 
 def _is_chat(at: str, source: ForeignConfig) -> bool:
     """Whether an entry is about chats; note columns that won't be found by name, and answers that are not learned."""
+    # dataset_info.json maps its names to the columns of the file
     columns = f"{at}.columns"
     if source.take(f"{at}.formatting", "alpaca") != "alpaca":
         column = source.take(f"{columns}.messages", "conversations")
@@ -99,6 +100,7 @@ def _is_chat(at: str, source: ForeignConfig) -> bool:
 def _supervised(chats: bool, source: ForeignConfig) -> Settings:
     """Supervise all answers; with mask_history only the last, with train_on_prompt everything."""
     if source.get("mask_history"):
+        # mask_history counts even with train_on_prompt
         return {"last_turn_only": True}
     if source.get("train_on_prompt"):
         return {"completion_only_loss": False}
@@ -114,6 +116,7 @@ def _differences(source: ForeignConfig) -> Iterator[str]:
 
 
 def _quantized(value: Any, source: ForeignConfig) -> Settings:
+    # taken in any case: it has no effect without quantisation
     double = source.take("double_quantization")
     if not value:
         return {}

@@ -50,6 +50,7 @@ def _model(value: Any, source: ForeignConfig) -> Settings:
     adapter["lora_dropout"] = source.take("model.lora_dropout", 0.0)
     modules = [_ATTENTION.get(module, module) for module in source.take("model.lora_attn_modules", [])]
     modules += _MLP if source.take("model.apply_lora_to_mlp") else []
+    # torchtune calls it output
     modules += ["lm_head"] if source.take("model.apply_lora_to_output") else []
     # torchtune names modules by its own classes, which differ from transformers' names in one
     adapter["lora_target_modules"] = modules
@@ -113,6 +114,7 @@ def _datasets(value: Any, source: ForeignConfig) -> Settings:
             raise NotHere("a dataset of your own code; write its rows to a file and name it in dataset_name.")
         keys = {"name": "name", "split": "split", "data_dir": "data_dir", "data_files": "data_files"}
         entry = {ours: source.take(f"{at}.{theirs}") for ours, theirs in keys.items()}
+        # builders with a fixed dataset name no source
         entries.append({"path": where or _DATASETS[name], **entry})
         learned[at] = {**_supervised(at, name, source), "packing": source.take(f"{at}.packed", False)}
     return {**datasets_of(entries, source), **learned_alike(learned, source)}
@@ -166,6 +168,7 @@ def _tracker(value: Any, source: ForeignConfig) -> Settings:
     name = _component(value)
     if name not in (*words, "DiskLogger", "StdoutLogger"):
         raise NotHere("a logger of your own; see report_to.")
+    # logs in files and on the terminal come with every run
     return {"report_to": words.get(name, "none")}
 
 

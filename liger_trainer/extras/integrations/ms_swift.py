@@ -91,7 +91,9 @@ class LigerTrainerCallback(TrainerCallback):
         self._record = patch(self.trainer.model, self._options)
         announce(str(self._record.report))
         if self._record.fused is not None:
+            # the fused loss calls this with each pass: its accuracy stands in for logits that are not there
             self._replaced.set(self._record.fused, "seen", self._seen)
+        # not every trainer of ms-swift has it
         if hasattr(self.trainer, "_compute_acc"):
             self._stock = self.trainer._compute_acc
             self._replaced.set(self.trainer, "_compute_acc", self._compute_acc)

@@ -186,8 +186,10 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         none = self.reduction == "none"
         result = linear_cross_entropy(
             _input, lin_weight, target, bias=bias, token_weight=token_weight, reduction="none" if none else "mean",
+            # a sum is a mean with divisor 1
             num_items=1.0 if self.reduction == "sum" else num_items, softcap=self.softcap,
             label_smoothing=self.label_smoothing, z_loss=self.lse_square_scale, ignore_index=self.ignore_index,
+            # without a reduction each row has its own upstream gradient, known only in the backward
             dft=self.use_token_scaling, recompute=none, accumulate_dtype=self.accum_dtype,
         )  # fmt: skip
         if not (self.return_z_loss or self.return_token_accuracy):
@@ -216,6 +218,7 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         cross_entropy = -result.log_prob
         if self.use_token_scaling:
             cross_entropy = cross_entropy * result.log_prob.exp()
+        # the fused op returns one loss: the z-loss is what is left of it
         return result.loss.detach() - self._reduced(cross_entropy, keep)
 
 
@@ -339,6 +342,7 @@ class LigerFusedLinearJSD(nn.Module):
         return linear_divergence(
             student_input, student_weight, teacher_input, teacher_weight, kind="jsd", beta=self.jsd_beta,
             labels=shift_labels, temperature=self.temperature, ignore_index=self.ignore_index,
+            # fp32 logits and no T^2, as Liger computes it
             accumulate_dtype=self.accum_dtype, scale_by_temperature_squared=False, logits_dtype=torch.float32,
         ).loss  # fmt: skip
 
@@ -499,6 +503,7 @@ class LigerFusedLinearKLDivLoss(nn.Module):
                 student_input.split(step), target.split(step), labels.split(step), strict=True
             )
         )
+        # a batch without labels has the loss 0, not NaN
         count = (labels != ignored).sum().clamp(min=1)
         return loss / {"batchmean": count, "mean": count * vocab, "sum": 1}[self.reduction]
 
