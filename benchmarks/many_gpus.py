@@ -280,17 +280,14 @@ class Ranks:
         self.row, self.tiny = row, options.tiny
         context = None if row.provider.compiles else context_for(*PRELOADED)
         self.ranks = [Process(RankWorker, row.provider.name, self.tiny, context) for _ in range(row.gpus)]
-        self.start("load")
+        for rank in self.ranks:
+            rank.start("load")
 
     def start(self, method: str, *arguments: Any) -> None:
-        gpus = self.row.gpus
-        environment = {} if method == "load" else environment_of(gpus, self.tiny)
+        gpus, environment = self.row.gpus, environment_of(self.row.gpus, self.tiny)
         for number, rank in enumerate(self.ranks):
-            mine = {**environment, **({"RANK": str(number), "LOCAL_RANK": str(number)} if gpus > 1 else {})}
-            if method == "load":
-                rank.start("load")
-            else:
-                rank.start("run_rank", *arguments, gpus, mine)
+            mine = {"RANK": str(number), "LOCAL_RANK": str(number)} if gpus > 1 else {}
+            rank.start(f"{method}_rank", *arguments, gpus, environment | mine)
 
     def result(self, seconds: float | None = None) -> tuple[Measured | None, str | None]:
         """Wait for all of them, or for the first that fails: the others wait for it."""

@@ -264,10 +264,7 @@ def norms(values: Iterable[torch.Tensor]) -> list[float]:
 
 
 def time_calls(
-    results: Iterable[Result],
-    calls_of: Callable[[Result], Mapping[str, Any]],
-    clock: Any,
-    warm_ups: int,
+    results: Iterable[Result], calls_of: Callable[[Result], Mapping[str, Any]], clock: Any, warm_ups: int
 ) -> dict[str, Any]:
     """Return the calls of all providers that survive their warm-up; the others get their failure."""
     calls: dict[str, Any] = {}

@@ -104,22 +104,18 @@ def guarded_output() -> Iterator[None]:
         traceback.print_exc()
         raise SystemExit(1) from None
     except SystemExit as stopped:
-        if not stopped.code:
-            _check(guards)
+        for guard in guards:
+            guard.flush()
+        lost = guards[0].lost
+        # A reader that has gone, as `head` does, took all that it wanted.
+        if not stopped.code and lost is not None and lost.errno != errno.EPIPE:
+            print(f"liger-trainer: what was printed could not be written: {lost.strerror}.", file=sys.stderr)
+            raise SystemExit(StorageError.exit_code) from None
         raise
     finally:
         for guard in guards:
             guard.flush()
         sys.stdout, sys.stderr = streams
-
-
-def _check(guards: list[_GuardedStream]) -> None:
-    for guard in guards:
-        guard.flush()
-    lost = guards[0].lost
-    if lost is not None and lost.errno != errno.EPIPE:
-        print(f"liger-trainer: what was printed could not be written: {lost.strerror}.", file=sys.stderr)
-        raise SystemExit(StorageError.exit_code)
 
 
 def on_first_rank(is_first: bool, decide: Callable[[], T]) -> T:

@@ -186,19 +186,13 @@ class OptionValues:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on options, which Python evaluates and JSON Schema writes down.
+    """A condition on options, which Python evaluates and JSON Schema writes down."""
 
-    Attributes:
-        reads: the options that it looks at.
-        holds: whether it is so.
-        rule: the same for an editor; None where an editor cannot know, as of a file or an environment variable.
-        words: what to write to make it so, for messages.
-    """
-
-    reads: tuple[str, ...]
-    holds: Callable[[OptionValues], bool]
+    reads: tuple[str, ...]  # the options that it looks at
+    holds: Callable[[OptionValues], bool]  # whether it is so
+    # the same for an editor; None where an editor cannot know, as of a file or an environment variable
     rule: Rule | None = None
-    words: str = ""
+    words: str = ""  # what to write to make it so, for messages
 
     def __and__(self, other: "Condition") -> "Condition":
         rule = {"allOf": [self.rule, other.rule]} if self.rule and other.rule else None
@@ -249,19 +243,13 @@ def has_entry(key: str, entry: str) -> Condition:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Options that are fine by themselves and wrong, or without effect, together: reported at `key` when `when` holds.
-
-    Attributes:
-        message: may contain {value}, the value of `key`.
-        missing: the conflict is that `key` has no value.
-        needs: the option without which `key` must not be given, where that is all.
-    """
+    """Options that are fine by themselves and wrong, or without effect, together: reported at `key` if `when` holds."""
 
     key: str
     when: Condition
-    message: str
-    missing: bool = False
-    needs: str | None = None
+    message: str  # may contain {value}, the value of `key`
+    missing: bool = False  # the conflict is that `key` has no value
+    needs: str | None = None  # the option without which `key` must not be given, where that is all
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -106,12 +106,11 @@ class _ByThread:
         self.own: dict[int, list[Callable]] = {}  # by thread: those of the calls that are running, outermost first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = self._own_while_compiling() if torch.compiler.is_compiling() else self.own.get(threading.get_ident())
+        if torch.compiler.is_compiling():  # which cannot ask for the thread that it traces: only one may have its own
+            own = next(iter(self.own.values())) if len(self.own) == 1 else None
+        else:
+            own = self.own.get(threading.get_ident())
         return (own[-1] if own else self.before)(*args, **kwargs)
-
-    def _own_while_compiling(self) -> list[Callable] | None:
-        """Return those of the only thread that has some: torch.compile cannot ask which one it traces."""
-        return next(iter(self.own.values())) if len(self.own) == 1 else None
 
 
 @contextlib.contextmanager

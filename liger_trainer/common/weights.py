@@ -253,7 +253,11 @@ def _fit_vocabulary(model: Any, name: str, revision: str | None) -> None:
     whole, products = ([_rows_in(weights, path, axes) for path in paths] for axes in (WHOLE, PRODUCTS))
     wanted = next((n for n in (*whole, *products) if n is not None), rows)
     if wanted == rows:
-        tokens = _trained_tokens(name, revision)
+        file = Path(find_adapter_config_file(name, revision=revision) or "")
+        config = json.loads(file.read_text(encoding="utf-8"))
+        listed = config.get("trainable_token_indices") or config.get("token_indices") or []
+        lists = listed.values() if isinstance(listed, dict) else [listed]  # by layer, or of the embedding
+        tokens = {token for each in lists for token in each}
         wanted = max([rows, *(token + 1 for token in tokens)])
         saved = tied and set(range(rows, wanted)) <= tokens
     else:
@@ -272,13 +276,6 @@ def _fit_vocabulary(model: Any, name: str, revision: str | None) -> None:
 def _rows_in(weights: Mapping[str, Tensor], path: str, axes: Mapping[str, int]) -> int | None:
     found = (x.shape[axes[end]] for end in axes for key, x in weights.items() if key.endswith(f".{path}.{end}"))
     return next(found, None)
-
-
-def _trained_tokens(name: str, revision: str | None) -> set[int]:
-    config = json.loads(Path(find_adapter_config_file(name, revision=revision) or "").read_text(encoding="utf-8"))
-    tokens = config.get("trainable_token_indices") or config.get("token_indices") or []
-    lists = tokens.values() if isinstance(tokens, dict) else [tokens]
-    return {token for each in lists for token in each}
 
 
 def merged(model: Any) -> Any:

@@ -116,15 +116,10 @@ _NEEDS = re.compile(r"^# Needs (?:(\d+) GPUs?, about (\d+) GB(?: each)?|two CPU 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a configuration needs by its second line: `# Needs 2 GPUs, about 40 GB each; MIT`, or `two CPU cores, 4 GB`.
+    """What a configuration needs by its second line: `# Needs 2 GPUs, about 40 GB each`, or `two CPU cores, 4 GB`."""
 
-    Attributes:
-        gpus: how many; 0: none.
-        memory_gb: of each GPU, or of the machine without one: what `estimate --gpu 40GB` finds to be enough.
-    """
-
-    gpus: int
-    memory_gb: int
+    gpus: int  # how many; 0: none
+    memory_gb: int  # of each GPU, or of the machine without one: what `estimate --gpu 40GB` finds to be enough
 
 
 def needs_of(text: str) -> Hardware | None:

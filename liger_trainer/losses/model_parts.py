@@ -165,7 +165,11 @@ def _of_lora(module: Any) -> Head | str:
         adapter = _adapter(module, name)
         if isinstance(adapter, str):
             return f"the adapter {name!r} on its output head {adapter}"
-        head = replace(head, lora=(*head.lora, adapter), bias=_with_bias(head.bias, module.lora_B[name].bias, adapter))
+        bias, of_adapter = head.bias, module.lora_B[name].bias
+        if of_adapter is not None:
+            scaled = _whole(of_adapter) * adapter.scaling
+            bias = scaled if bias is None else bias + scaled
+        head = replace(head, lora=(*head.lora, adapter), bias=bias)
     return head
 
 
@@ -184,13 +188,6 @@ def _adapter(module: Any, name: str) -> Lora | str:
         return f"drops out by {type(dropout).__name__}"
     p = dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
     return Lora(_whole(a.weight), _whole(b.weight), module.scaling[name], p)
-
-
-def _with_bias(bias: Tensor | None, adapter_bias: Tensor | None, adapter: Lora) -> Tensor | None:
-    if adapter_bias is None:
-        return bias
-    scaled = _whole(adapter_bias) * adapter.scaling
-    return scaled if bias is None else bias + scaled
 
 
 def _unmerge_if_disabled(module: Any) -> None:

@@ -316,6 +316,12 @@ class Uncast:
 def token_output(outputs: Any, result: BatchLoss, targets: BatchTargets, options: LossOptions) -> TokenLossOutput:
     """Return the per-token values of one pass, whose model returned `outputs`."""
 
+    # The terms that `losses` lists, by type: without weight, and T^2 times if the loss is.
+    how, terms = options.distillation, None
+    if how is not None and how.terms and result.terms is not None:
+        values = {"ce": -result.log_prob, **result.terms}
+        terms = {name: values[name] for name in how.terms if name in values}
+
     def laid_out(values: Tensor | None) -> Any:
         return None if values is None else targets.per_token(values)
 
@@ -337,18 +343,9 @@ def token_output(outputs: Any, result: BatchLoss, targets: BatchTargets, options
         teacher_log_probs=laid_out(result.teacher_log_prob),
         teacher_entropy=laid_out(result.teacher_entropy),
         jsd=laid_out(result.jsd),
-        terms=each(_listed_terms(result, options)),
+        terms=each(terms),
         parts=each(result.parts),
     )
     if not torch.compiler.is_compiling():
         output.uncast = Uncast(output)
     return output
-
-
-def _listed_terms(result: BatchLoss, options: LossOptions) -> dict[str, Tensor] | None:
-    """Return the values of the terms that `losses` lists, by type: without weight, and T^2 times if the loss is."""
-    how = options.distillation
-    if how is None or not how.terms or result.terms is None:
-        return None
-    values = {"ce": -result.log_prob, **result.terms}
-    return {name: values[name] for name in how.terms if name in values}

@@ -1,6 +1,7 @@
 """`teacher: model`: a causal LM, frozen and in eval mode, whose layers are patched too, and where its weights live."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -228,10 +229,13 @@ class ModelTeacher(Teacher):
         self._sees_images = False
         self._sliced: SlicedRows | None = None
 
+    @functools.cached_property
+    def _own_tokenizer(self) -> Any:
+        return teacher_tokenizer(self._teacher, **options_of_teacher(self._teacher, self._args))
+
     def see(self, dataset: Any, tokenizer: Any, name: str) -> None:
         if name == "train" and self.tokenizer is None:
-            of_teacher = teacher_tokenizer(self._teacher, **options_of_teacher(self._teacher, self._args))
-            announce_other_template(dataset, tokenizer, of_teacher, self._name)
+            announce_other_template(dataset, tokenizer, self._own_tokenizer, self._name)
 
     def collator(self, collator: Any) -> Any:
         """Return a collator that makes the teacher's rows too, where its processor draws images otherwise."""
@@ -317,8 +321,7 @@ class ModelTeacher(Teacher):
 
     def _shared(self, tokenizer: Any) -> Vocabulary:
         if self._vocabulary is None:
-            of_teacher = teacher_tokenizer(self._teacher, **options_of_teacher(self._teacher, self._args))
-            self._vocabulary = compare_tokenizers(tokenizer, of_teacher)
+            self._vocabulary = compare_tokenizers(tokenizer, self._own_tokenizer)
         return self._vocabulary
 
     def _placed(self, teacher: PreTrainedModel, trainer: DistillHost) -> nn.Module:

@@ -1,5 +1,6 @@
 """`teacher: server`: a model that runs elsewhere and tells its likeliest tokens."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -60,10 +61,15 @@ class ServerTeacher(Teacher):
         self._samples, self._rows = bool(args.samples), set[bytes]()
         self._known_bytes = 0
 
+    @functools.cached_property
+    def _own_tokenizer(self) -> Any:
+        """Return the teacher's where the configuration names it, since a server does not tell its own; else None."""
+        named = self._tokenizer
+        return teacher_tokenizer(None, named, trust_remote_code=self._trust_remote_code) if named else None
+
     def see(self, dataset: Any, tokenizer: Any, name: str) -> None:
-        if name == "train" and self._tokenizer:
-            named = teacher_tokenizer(None, self._tokenizer, trust_remote_code=self._trust_remote_code)
-            announce_other_template(dataset, tokenizer, named, "the teacher's server")
+        if name == "train":
+            announce_other_template(dataset, tokenizer, self._own_tokenizer, "the teacher's server")
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
         """Ask every server about the first tokens of the dataset, so that a faulty one shows before training."""
@@ -93,11 +99,8 @@ class ServerTeacher(Teacher):
         return check_student_vocabulary(trainer.student, size)
 
     def _shared(self, tokenizer: Any) -> Vocabulary:
-        """Compare tokenizers where the configuration names the teacher's: a server does not tell its own."""
         if self._vocabulary is None:
-            named = self._tokenizer
-            teachers = named and teacher_tokenizer(None, named, trust_remote_code=self._trust_remote_code)
-            self._vocabulary = compare_tokenizers(tokenizer, teachers)
+            self._vocabulary = compare_tokenizers(tokenizer, self._own_tokenizer)
         return self._vocabulary
 
     @property

@@ -3,8 +3,9 @@
 import difflib
 import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -191,23 +192,19 @@ def _has_causal_lm_head(model_class: Any) -> bool:
 def diagnose_all() -> list[Diagnosis]:
     """Diagnose every class with a causal-LM head, with its default configuration: families first, then the others."""
     # Classes share families, such as a model of text and one that also reads images.
-    families = [_of_family(family, name) for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()]
-    return families + [_of_class(name) for name in other_classes()]
+    found = []
+    for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        found.append(_tried(family, name, partial(config_of, family), AutoModelForCausalLM.from_config))
+    for name in other_classes():
+        other: Any = getattr(transformers, name)
+        found.append(_tried(other.config_class.model_type, name, other.config_class, other._from_config))
+    return found
 
 
-def _of_family(family: str, class_name: str) -> Diagnosis:
+def _tried(family: str, class_name: str, config: Callable[[], Any], build: Any) -> Diagnosis:
     try:
-        return Diagnosis(family, class_name, _diagnosis_of(config_of(family), AutoModelForCausalLM.from_config))
-    except ConfigError as error:
-        return Diagnosis(family, class_name, problem=str(error))
-
-
-def _of_class(class_name: str) -> Diagnosis:
-    model_class: Any = getattr(transformers, class_name)
-    family = model_class.config_class.model_type
-    try:
-        return Diagnosis(family, class_name, _diagnosis_of(model_class.config_class(), model_class._from_config))
-    except Exception as error:  # the configuration checks itself too
+        return Diagnosis(family, class_name, _diagnosis_of(config(), build))
+    except Exception as error:  # a configuration checks itself too
         return Diagnosis(family, class_name, problem=str(error) if isinstance(error, ConfigError) else _words(error))
 
 

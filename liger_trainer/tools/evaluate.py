@@ -68,18 +68,14 @@ class Subject:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation.
-
-    Attributes:
-        metrics: those of `trainer.evaluate()` without `eval_`, without losses that fresh projectors are part of, the
-            calibration error. Losses, KLs and entropies are in nats.
-        teacher: names in the configuration, joined by commas; None if no teacher is loaded by name.
-    """
+    """The result of an evaluation."""
 
     name: str
     recipe: str
     model: str
-    teacher: str | None
+    teacher: str | None  # names in the configuration, joined by commas; None if no teacher is loaded by name
+    # those of `trainer.evaluate()` without `eval_`, without losses that fresh projectors are part of, the calibration
+    # error. Losses, KLs and entropies are in nats.
     metrics: dict[str, float]
     data: DataFacts
 

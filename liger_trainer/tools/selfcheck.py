@@ -27,22 +27,15 @@ PLANTED = 0.01
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output ("out0") or gradient ("d_x") of a check, with its errors relative to the truth, in L2.
-
-    Attributes:
-        error, bound: the distance to the truth, and its limit.
-        factor, factor_bound: the part along the truth, and its limit.
-        plain: the distance of plain torch.
-        sees_one_percent: whether it fails with 1 % planted.
-    """
+    """One output ("out0") or gradient ("d_x") of a check, with its errors relative to the truth, in L2."""
 
     tensor: str
-    error: float
+    error: float  # error, bound: the distance to the truth, and its limit
     bound: float
-    factor: float
+    factor: float  # factor, factor_bound: the part along the truth, and its limit
     factor_bound: float
-    plain: float
-    sees_one_percent: bool
+    plain: float  # the distance of plain torch
+    sees_one_percent: bool  # whether it fails with 1 % planted
 
     @property
     def share(self) -> float:

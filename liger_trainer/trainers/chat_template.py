@@ -212,7 +212,7 @@ def fitting(messages: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, An
     return with_arguments(messages, wanted) if wanted else messages
 
 
-def _renderer(row: Any, tokenizer: Any, template: str | None) -> Callable[[list[dict[str, Any]]], str]:
+def _renderer(row: Any, tokenizer: Any, template: str | None) -> Render:
     """Return what renders messages with the tools and options of a row."""
     tools = row.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -227,7 +227,7 @@ def _renderer(row: Any, tokenizer: Any, template: str | None) -> Callable[[list[
     return rendered
 
 
-def _problem(messages: list[dict[str, Any]], rendered: Callable[[list[dict[str, Any]]], str]) -> str | None:
+def _problem(messages: list[dict[str, Any]], rendered: Render) -> str | None:
     """Return why the template cannot render a row, or None."""
     roles = [role for role in dict.fromkeys(message["role"] for message in messages) if role not in BASIC_ROLES]
     unknown = next((role for role in roles if not _knows(role, messages, rendered)), None)
@@ -247,20 +247,22 @@ def _problem(messages: list[dict[str, Any]], rendered: Callable[[list[dict[str, 
 
 
 def _unwritten(
-    row: Any, messages: list[dict[str, Any]], rendered: Callable, tokenizer: Any, template: str | None, known: set[str]
+    row: Any, messages: list[dict[str, Any]], rendered: Render, tokenizer: Any, template: str | None, known: set[str]
 ) -> str | None:
     """Return which field of a row the template leaves out, or None; add those that it writes to `known`."""
     fields = [field for field in _WRITTEN if field not in known]
     for field in fields:
         if field == "tools":
             untooled = _renderer(_without(row, field), tokenizer, template)
-            lacks = row.get("tools") and _same(messages, rendered, messages, untooled)
+            text = _text(rendered, messages) if row.get("tools") else None
+            lacks = text is not None and text == _text(untooled, messages)
         else:
             having = [i for i, message in enumerate(messages) if message.get(field)]
             if not having:
                 continue
             some = messages[: having[-1] + 1]  # thoughts of earlier answers may be left out when others follow
-            lacks = _same(some, rendered, [_without(message, field) for message in some], rendered)
+            text = _text(rendered, some)
+            lacks = text is not None and text == _text(rendered, [_without(message, field) for message in some])
         if lacks:
             return (
                 f"the chat template does not write {field!r}: the row would be learned without it. Set "
@@ -275,27 +277,21 @@ def _without(mapping: Any, field: str) -> dict[str, Any]:
     return {key: value for key, value in mapping.items() if key != field}
 
 
-def _same(messages: Any, rendered: Callable, others: Any, rendered_others: Callable) -> bool:
+def _text(rendered: Render, messages: list[dict[str, Any]]) -> str | None:
+    """Return the text of messages; None where the template refuses them, in whatever way it fails."""
     try:
-        return rendered(messages) == rendered_others(others)
+        return rendered(messages)
     except LimitExceeded:
         raise
-    except Exception:  # however it fails, the template tells the two apart
-        return False
+    except Exception:
+        return None
 
 
-def _knows(role: str, messages: list[dict[str, Any]], rendered: Callable[[list[dict[str, Any]]], str]) -> bool:
+def _knows(role: str, messages: list[dict[str, Any]], rendered: Render) -> bool:
     """Return whether a template does something else with a role than with a name that it cannot know."""
     renamed = [{**message, "role": NO_ROLE} if message["role"] == role else message for message in messages]
-    try:
-        text = rendered(messages)
-    except REFUSALS:  # the row is refused, in other words
-        return True
-    try:
-        without = rendered(renamed)
-    except LimitExceeded:
-        raise
-    except Exception:  # however it fails, the template tells the two apart
+    text, without = _text(rendered, messages), _text(rendered, renamed)
+    if text is None or without is None:  # the row is refused, as will be said; or only a name that it cannot know
         return True
     # Templates may write a role in capitals.
     return without.casefold().replace(NO_ROLE, role.casefold()) != text.casefold()

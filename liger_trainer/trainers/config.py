@@ -129,10 +129,9 @@ class LigerDistillConfig(
         return replace(how, vocab_size=vocab_size)
 
 
-# Read the arguments of TRL's distillation trainers as LigerDistillConfig's, so that a run moves over by its class.
-#
-# `trl.DistillationConfig` and `trl.experimental.gkd.GKDConfig` are known. Every field is carried over as it is, under
-# another name, or refused where we have no counterpart. Where defaults differ in meaning, TRL's are set.
+# The arguments of TRL's distillation trainers are read as LigerDistillConfig's, so that a run moves over by its class.
+# Every field is carried over as it is, under another name, or refused where we have no counterpart. Where defaults
+# differ in meaning, TRL's are set.
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,8 @@ def from_trl(args: Any, arguments: Mapping[str, Any]) -> tuple[LigerDistillConfi
     Raises:
         ConfigError: another class, or a field that is set to something that is not here.
     """
-    origin = next((ORIGINS[cls.__name__] for cls in type(args).__mro__ if _of_trl(cls)), None)
+    bases = (cls for cls in type(args).__mro__ if cls.__module__.startswith("trl."))
+    origin = next((ORIGINS[cls.__name__] for cls in bases if cls.__name__ in ORIGINS), None)
     if origin is None:
         raise ConfigError(
             f"args must be a LigerDistillConfig, got {type(args).__name__}. TRL's DistillationConfig and GKDConfig "
@@ -199,10 +199,6 @@ def from_trl(args: Any, arguments: Mapping[str, Any]) -> tuple[LigerDistillConfi
         return LigerDistillConfig(**_settings(args, origin)), arguments
     except ValueError as error:
         raise ConfigError(f"{type(args).__name__}: {error}") from error
-
-
-def _of_trl(cls: type) -> bool:
-    return cls.__name__ in ORIGINS and cls.__module__.startswith("trl.")
 
 
 def _each(rows: Callable[[Any], Any], dataset: Any) -> Any:

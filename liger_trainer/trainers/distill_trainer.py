@@ -25,7 +25,7 @@ from ..teachers.factory import GivenTeacher, make_teacher
 from ..teachers.model import ModelTeacher
 from ..teachers.own_images import take_processor
 from .config import LigerDistillConfig, from_trl
-from .host import DistillHost
+from .host import DistillTrainerHost
 from .images import check_settings
 from .loss_schedule import LossState
 from .metrics import per_token_values
@@ -132,8 +132,11 @@ class LigerDistillTrainer(LigerTrainer):
 
     def _prepare_teacher(self) -> None:
         """Have the teacher check rows and student, and put its loss on the student."""
-        if self._skip_prepare_dataset:
-            self._check_unprepared_rows()
+        if self._skip_prepare_dataset:  # which has kept the rows from the teacher: it sees what can be read of them
+            for name, rows in self.row_preparation.named_datasets().items():
+                readable = isinstance(rows, Dataset) and {"input_ids", "labels"} <= set(rows.column_names)
+                seen = rows if readable and self.args.teacher_column is None else None
+                self.teaching.check(seen, name, self.tokenizer)
         self._rows_collator, self.data_collator = self.data_collator, self.teaching.collator(self.data_collator)
         if self.args.samples:
             self.data_collator = PromptCollator(self.data_collator)
@@ -190,12 +193,6 @@ class LigerDistillTrainer(LigerTrainer):
         if self.teaching.reads is not None:
             check_ids(self.largest_ids, "tokens", self.teaching.reads, "the teacher has")
 
-    def _check_unprepared_rows(self) -> None:
-        """Show the teacher the rows that `skip_prepare_dataset` has kept from it, as far as they can be read."""
-        for name, rows in self.row_preparation.named_datasets().items():
-            readable = isinstance(rows, Dataset) and {"input_ids", "labels"} <= set(rows.column_names)
-            self.teaching.check(rows if readable and self.args.teacher_column is None else None, name, self.tokenizer)
-
     def _with_generation_prompts(self, prepared: Any, tokenizer: Any, args: Any) -> Any:
         template = self.chat_template
         rows = with_generation_prompts(prepared, tokenizer, args, template)
@@ -224,18 +221,14 @@ class LigerDistillTrainer(LigerTrainer):
         self.teaching.see_prompts(dataset, dataset_name, read, tokenizer=processing_class)
         column = args.teacher_column
         prepared, facts = prepare_prompts(dataset, processing_class, args, self.chat_template, dataset_name, column)
-        if column is not None:
-            prepared = self._routed_prompts(prepared, column, dataset_name, processing_class)
+        if column is not None:  # the teachers look at it, and the rows go on without it
+            if isinstance(prepared, Dataset):
+                self.teaching.read_rows(prepared, dataset_name, lambda tokens: tokens)
+            self.teaching.check(prepared, dataset_name, processing_class)
+            prepared = prepared.remove_columns(column)
         if facts is not None:
             self.row_facts[dataset_name] = facts
         return prepared
-
-    def _routed_prompts(self, prompts: Any, column: str, dataset_name: str, tokenizer: Any) -> Any:
-        """Have the teachers look at the column of rows that are only prompts, and return the rows without it."""
-        if isinstance(prompts, Dataset):
-            self.teaching.read_rows(prompts, dataset_name, lambda tokens: tokens)
-        self.teaching.check(prompts, dataset_name, tokenizer)
-        return prompts.remove_columns(column)
 
     # one step: completions are sampled, the teacher answers, the loss moves along its plan
 
@@ -395,7 +388,7 @@ class LigerDistillTrainer(LigerTrainer):
         return {name: model for name, model in frozen.items() if not any(p.requires_grad for p in model.parameters())}
 
 
-def save_and_hint(trainer: DistillHost) -> str:
+def save_and_hint(trainer: DistillTrainerHost) -> str:
     """Save a checkpoint after the last whole step, unless there is one, and return how to go on from it.
 
     With several processes nothing is saved: the others are in the middle of a step and know nothing of it.
@@ -414,7 +407,7 @@ def save_and_hint(trainer: DistillHost) -> str:
     return f"Training stopped after step {step}; {saved[-1]} is saved. When the server is back, go on: {how}"
 
 
-def check_teacher_of_slices(trainer: DistillHost, samples: bool) -> None:
+def check_teacher_of_slices(trainer: DistillTrainerHost, samples: bool) -> None:
     """Raise ConfigError where a teacher would not know whole rows, or completions are sampled from slices."""
     if not trainer.shards_sequences():
         return

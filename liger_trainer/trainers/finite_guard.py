@@ -7,7 +7,7 @@ for the device anyway, to log, to evaluate or to save: no checkpoint is written 
 
 import statistics
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -87,12 +87,18 @@ class FiniteGuard(TrainerCallback):
     # what the trainer says
 
     def record_teacher(self, sums: dict[str, Tensor]) -> None:
-        """Take what the teacher said about a micro-batch, by the names of metrics."""
-        self._numbers.add_teacher(sums)
+        """Take what the teacher said about a micro-batch, by the names of metrics. Nothing without a teacher."""
+        if "teacher_entropy" in sums:
+            self._numbers.teacher.append(sums["teacher_entropy"].detach())
+        elif "teacher_perplexity" in sums:  # of a cache, which may give a label no probability
+            self._numbers.teacher.append(sums["teacher_perplexity"].detach().nan_to_num(torch.nan, 0.0, 0.0))
 
     def record_loss(self, loss: Tensor, inputs: dict[str, Any]) -> None:
         """Take the loss of a micro-batch, after its teacher."""
-        self._numbers.add_loss(loss, inputs)
+        self._numbers.losses.append(loss.detach())
+        # what the search for rows needs of it, without a copy
+        kept = {name: inputs[name] for name in KEPT if isinstance(inputs.get(name), Tensor)}
+        self._numbers.batches.append(kept)
 
     def record_norm(self, norm: Tensor | float | None) -> None:
         """Take the norm of a step's gradients, of all ranks. Under fp16 an infinite one is how its scale is found."""
@@ -247,32 +253,14 @@ def _steps_itself(accelerator: Any) -> bool:
     return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
+@dataclass
 class StepNumbers:
-    """The numbers of an optimizer step on one rank, collected from micro-batch to micro-batch, on the device.
+    """The numbers of an optimizer step on one rank, collected from micro-batch to micro-batch, on the device."""
 
-    Attributes:
-        batches: what tells the rows of each micro-batch.
-        norm: of the gradients of all ranks, or None.
-    """
-
-    def __init__(self) -> None:
-        self.batches: list[Batch] = []
-        self.norm: Tensor | float | None = None
-        self._losses: list[Tensor] = []
-        self._teacher: list[Tensor] = []
-
-    def add_teacher(self, sums: dict[str, Tensor]) -> None:
-        """Add what the teacher said about a micro-batch, by the names of metrics. Nothing without a teacher."""
-        if "teacher_entropy" in sums:
-            self._teacher.append(sums["teacher_entropy"].detach())
-        elif "teacher_perplexity" in sums:  # of a cache, which may give a label no probability
-            self._teacher.append(sums["teacher_perplexity"].detach().nan_to_num(torch.nan, 0.0, 0.0))
-
-    def add_loss(self, loss: Tensor, inputs: dict[str, Any]) -> None:
-        """Add the loss of a micro-batch."""
-        self._losses.append(loss.detach())
-        # what the search for rows needs of it, without a copy
-        self.batches.append({name: inputs[name] for name in KEPT if isinstance(inputs.get(name), Tensor)})
+    losses: list[Tensor] = field(default_factory=list)
+    teacher: list[Tensor] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)  # what tells the rows of each micro-batch
+    norm: Tensor | float | None = None  # of the gradients of all ranks
 
     def packed(self, count: int, device: torch.device) -> Tensor:
         """Return `count` losses, `count` numbers of the teacher and the norm, (2 * count + 1,) fp32.
@@ -282,7 +270,7 @@ class StepNumbers:
         zero = torch.zeros((), device=device)
         norm = torch.full((), self.norm, device=device) if isinstance(self.norm, (int, float)) else self.norm
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        padded = [(values + [zero] * count)[:count] for values in (self._losses, self._teacher)]
+        padded = [(values + [zero] * count)[:count] for values in (self.losses, self.teacher)]
         numbers = [*padded[0], *padded[1], zero if norm is None else norm.detach()]
         return torch.stack([number.to(device, torch.float32, non_blocking=True) for number in numbers])
 

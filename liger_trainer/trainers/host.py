@@ -1,7 +1,7 @@
 """What the collaborators of a trainer know of it. Whatever is not named here, they keep themselves.
 
-`LigerTrainer` is a `TrainerHost`, `LigerDistillTrainer` also a `DistillHost`. transformers declares many attributes of
-its Trainer more loosely than they are once it is constructed; these are Any.
+`LigerTrainer` is a `TrainerHost`, `LigerDistillTrainer` also a `DistillTrainerHost`. transformers declares many
+attributes of its Trainer more loosely than they are once it is constructed; these are Any.
 """
 
 from typing import Any, Protocol
@@ -90,7 +90,7 @@ class TrainerHost(RowsHost, Protocol):
     def restart_metrics(self, tokens: int) -> None: ...
 
 
-class DistillHost(TrainerHost, Protocol):
+class DistillTrainerHost(TrainerHost, Protocol):
     teaching: Teacher
     distillation: Distillation
     lmbda: float

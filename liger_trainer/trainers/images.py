@@ -95,7 +95,7 @@ class ImageCollator:
         self.max_length, self.collator.max_length = self.collator.max_length, None
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        pictures = [_images_of(row) for row in rows]
+        pictures = [list((row["images"] if "images" in row else [row["image"]]) or []) for row in rows]
         batch: Any = self.collator(rows)
         stands_for_image = torch.isin(batch["input_ids"], torch.tensor(self.placeholders))
         if self.max_length is not None and batch["input_ids"].shape[1] > self.max_length:
@@ -120,11 +120,6 @@ class ImageCollator:
                 f"images ({sizes} pixels), and max_length={self.max_length} would cut images off. Raise max_length or "
                 "set it to null, or have the processor make images smaller (max_pixels or size of its image processor)."
             )
-
-
-def _images_of(row: dict[str, Any]) -> list[Any]:
-    images = row["images"] if "images" in row else [row["image"]]
-    return list(images or [])
 
 
 def with_image_collator(collator: Any, model: Any, learned: bool) -> Any:

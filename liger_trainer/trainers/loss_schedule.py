@@ -23,7 +23,7 @@ from ..losses.schedules import Taid
 from ..losses.spec import LossOptions, final_fields, moved_fields
 from ..patching.patcher import base_of
 from .finite_guard import drops_on_device
-from .host import DistillHost
+from .host import DistillTrainerHost
 from .options import updating_in_backward
 
 # in a checkpoint
@@ -75,7 +75,7 @@ class LossState(LossSchedule, TrainerCallback):
             a loss that changes under torch.compile.
     """
 
-    def __init__(self, trainer: DistillHost, plan: LossPlan):
+    def __init__(self, trainer: DistillTrainerHost, plan: LossPlan):
         super().__init__(plan)
         self._trainer = trainer
         self.hidden: HiddenLosses | None = None
@@ -179,11 +179,8 @@ class LossState(LossSchedule, TrainerCallback):
         if self.parameters():
             self._load_projectors(_present(folder, PROJECTORS, "projectors of hidden-state losses"))
         if self._own is not None:
-            self._own.load(
-                _present(
-                    folder, PROJECTORS_OPTIMIZER, "an optimizer of their own for projectors of hidden-state losses"
-                )
-            )
+            what = "an optimizer of their own for projectors of hidden-state losses"
+            self._own.load(_present(folder, PROJECTORS_OPTIMIZER, what))
 
     def load_best(self, folder: str) -> None:
         """Load the projectors of the best checkpoint. One that has only weights leaves them as they are."""
@@ -202,7 +199,14 @@ class LossState(LossSchedule, TrainerCallback):
 
     def _hidden_losses(self) -> HiddenLosses:
         trainer = self._trainer
-        check_hidden(trainer)
+        parallel = getattr(trainer.accelerator, "parallelism_config", None)
+        data_parallel = parallel is None or parallel.total_size == parallel.dp_replicate_size * parallel.dp_shard_size
+        fsdp1 = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
+        if fsdp1 or not data_parallel:  # hidden states are in parts, or out of reach
+            raise ConfigError(
+                "Hidden-state losses read what blocks return: not with FSDP1 or models split over devices. Use DDP, "
+                "FSDP2 or DeepSpeed, or leave them out of losses."
+            )
         with trainer.teaching.live() as teachers:
             models = list(teachers.values())
         if len(models) != 1:
@@ -216,18 +220,6 @@ class LossState(LossSchedule, TrainerCallback):
         if optim and any(True for _ in losses.parameters()):
             raise ConfigError(f"optim: {optim} updates the student in its backward, and would not train projectors.")
         return losses
-
-
-def check_hidden(trainer: DistillHost) -> None:
-    """Raise ConfigError where hidden states are in parts, or out of reach."""
-    parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    data_parallel = parallel is None or parallel.total_size == parallel.dp_replicate_size * parallel.dp_shard_size
-    fsdp1 = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
-    if fsdp1 or not data_parallel:
-        raise ConfigError(
-            "Hidden-state losses read what blocks return: not with FSDP1 or models split over devices. Use DDP, FSDP2 "
-            "or DeepSpeed, or leave them out of losses."
-        )
 
 
 def _present(folder: str, name: str, what: str) -> Path:
@@ -254,7 +246,7 @@ class ProjectorOptimizer:
             only the student's would take out of its gradients.
     """
 
-    def __init__(self, trainer: DistillHost, parameters: list[nn.Parameter]):
+    def __init__(self, trainer: DistillTrainerHost, parameters: list[nn.Parameter]):
         args = trainer.args
         engine = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
         about = f"Hidden-state losses that learn projectors next to a student that {engine} shards: "

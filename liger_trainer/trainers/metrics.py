@@ -153,32 +153,6 @@ def _with_more_columns(usual: type[Any]) -> type[Any]:
     return NotebookTable
 
 
-class RunLoss:
-    """What Trainer's sum of losses, of which `train_loss` is the mean, is without the logs that are not finite.
-
-    They are those of steps that were left out.
-
-    first_step: the one after which the training began.
-    """
-
-    def __init__(self, first_step: int):
-        self._first = self._last = first_step
-        self._sum, self._steps = 0.0, 0  # of logs that are finite
-
-    def corrected_sum(self, loss: float, total: float, step: int) -> float:
-        """Return what Trainer's sum, `total` with a log of this mean loss, must be for the mean of finite logs.
-
-        Until there is a finite log it is NaN.
-        """
-        steps, self._last = step - self._last, step
-        if math.isfinite(loss):
-            self._sum += loss * steps
-            self._steps += steps
-        if self._steps == step - self._first:
-            return total
-        return self._sum / self._steps * (step - self._first) if self._steps else math.nan
-
-
 class StepMetrics:
     """What a trainer logs of its micro-batches, and how TRL's and transformers' own sums are kept right meanwhile."""
 
@@ -209,15 +183,26 @@ class StepMetrics:
         """Start a training's metrics from the start, after `tokens` tokens of an earlier process."""
         self.drop("train")
         self._trainer._total_train_tokens = tokens
-        self._run_loss = RunLoss(self._trainer.state.global_step)
+        self._first_step = self._last_step = self._trainer.state.global_step
+        self._finite_sum, self._finite_steps = 0.0, 0  # of the losses in logs that are finite
 
     def add_log(self, loss: float) -> None:
-        """Take the mean loss of a training's log, which Trainer has added to its sum."""
+        """Take the mean loss of a training's log, which Trainer has added to its sum.
+
+        `train_loss` is the mean of that sum. Logs that are not finite, of steps that were left out, are taken out of
+        it; until there is a finite one it is NaN.
+        """
         trainer = self._trainer
         if not trainer.is_in_train:
             return
-        total, step = trainer._total_loss_scalar, trainer.state.global_step
-        trainer._total_loss_scalar = self._run_loss.corrected_sum(loss, total, step)
+        step = trainer.state.global_step
+        steps, self._last_step = step - self._last_step, step
+        if math.isfinite(loss):
+            self._finite_sum += loss * steps
+            self._finite_steps += steps
+        if self._finite_steps < step - self._first_step:
+            mean = self._finite_sum / self._finite_steps if self._finite_steps else math.nan
+            trainer._total_loss_scalar = mean * (step - self._first_step)
         if not math.isfinite(loss):  # Trainer would start the next sum from NaN - NaN
             trainer._tr_loss.zero_()
 

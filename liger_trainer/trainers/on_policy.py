@@ -17,7 +17,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from ..errors import ConfigError, DataError
 from ..teachers.adapters_off import SelfTeacher
 from .config import LigerDistillConfig
-from .host import DistillHost
+from .host import DistillTrainerHost
 from .metrics import TokenMetrics
 from .rows import GENERATION_PROMPT, NO_PROMPT, AllowedIds
 from .samplers import ModelSampler, Tokens, VLLMSampler
@@ -65,7 +65,7 @@ def sources(lmbda: float, seq_kd: bool, seed: int, step: int, count: int) -> lis
     return [STUDENT if draw < lmbda else other for draw in draws]
 
 
-def check_sampling(trainer: DistillHost) -> None:
+def check_sampling(trainer: DistillTrainerHost) -> None:
     """Raise ConfigError where completions cannot be sampled, or the teacher knows nothing about them."""
     args, zero = cast(LigerDistillConfig, trainer.args), trainer.accelerator.state.deepspeed_plugin
     fsdp2 = trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2
@@ -120,7 +120,7 @@ class OnPolicy:
             not installed.
     """
 
-    def __init__(self, trainer: DistillHost, collator: Any):
+    def __init__(self, trainer: DistillTrainerHost, collator: Any):
         if not isinstance(collator, DataCollatorForLanguageModeling):
             raise ConfigError("data_collator: rows with sampled completions are batched by TRL's own. Leave it out.")
         self._trainer, self._collate = trainer, trainer.teaching.sampled_collator(collator)
@@ -209,16 +209,12 @@ class OnPolicy:
                     completions = self._sampler.sample(teacher, flat, seed)
         # All prompts of a step are sampled at once, and then dealt out to their micro-batches.
         rest = iter(completions)
-        return [
-            self._filled(batch, rows_of(rows, [next(rest) for _ in rows]))
-            for batch, rows in zip(batches, prompts, strict=True)
-        ]
-
-    def _filled(self, batch: Batch, rows: list[dict[str, Tokens]]) -> Batch:
-        device = batch["input_ids"].device
-        # The dataset's other columns stay, such as what a teacher looks up by row.
-        filled = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self._collate(rows).items()}
-        return {**batch, **filled}
+        filled = []
+        for batch, asked in zip(batches, prompts, strict=True):
+            made, device = self._collate(rows_of(asked, [next(rest) for _ in asked])), batch["input_ids"].device
+            made = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in made.items()}
+            filled.append({**batch, **made})  # its other columns stay, such as what a teacher looks up by row
+        return filled
 
     def _seed(self, step: int, of_teacher: bool, evaluation: int) -> int:
         """Return the seed of one call's draws. In training each rank has its own."""

@@ -282,11 +282,7 @@ def test_an_op_that_writes_over_its_operands_does_not_reach_the_next_one(smoke, 
             grad.zero_()
             return grads
 
-    plant(
-        monkeypatch,
-        provider("clobber", lambda case: by_name(Clobbering)),
-        provider("ours", lambda case: case.plain),
-    )
+    plant(monkeypatch, provider("clobber", lambda case: by_name(Clobbering)), provider("ours", lambda case: case.plain))
     data = smoke("--cases", "swiglu-40", "--providers", "*", suite="ops")
     clobber, ours = data["cases"][0]["providers"]
     assert clobber["writes_into"] == ["gate", "d_out0"] and not clobber["beyond_bound"]

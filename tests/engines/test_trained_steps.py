@@ -31,11 +31,7 @@ OBJECTIVES = {
     "callback": "llama", "cached": "llama", "cached hidden": "llama", "on_policy": "llama",
     "tied lora on_policy": "llama_tied", "seq_kd": "llama", "weighted": "llama",
 }  # fmt: skip
-OPTIONS = {
-    "": {},
-    "recomputed": {"gradient_checkpointing": True},
-    "whole teacher": {"teacher_device": "cpu"},
-}
+OPTIONS = {"": {}, "recomputed": {"gradient_checkpointing": True}, "whole teacher": {"teacher_device": "cpu"}}
 # The other objectives by DDP are in splits.py. The head is what FSDP2 treats differently, so its variants take tied and
 # adapted heads.
 STEPS = [

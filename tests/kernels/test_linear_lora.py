@@ -308,9 +308,11 @@ def test_bad_arguments(loss, lora, message):
             loss.op(**loss.inputs(4, 6, 20), teacher_lora=lora)
 
 
-ON_GPU = [("cross_entropy", rank, frozen, {"recompute": recompute, "workspace_mb": 16})
-          for rank in (16, 3) for recompute in (False, True) for frozen in [("weight",)]]  # fmt: skip
-ON_GPU += [("divergence", 16, (), {"logits_dtype": dtype, "workspace_mb": 32}) for dtype in (None, torch.float32)]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ON_GPU = [("cross_entropy", rank, dtype, ("weight",), {"recompute": recompute, "workspace_mb": 16})
+          for rank in (16, 3) for recompute in (False, True) for dtype in DTYPES]  # fmt: skip
+ON_GPU += [("divergence", 16, torch.bfloat16, (), {"logits_dtype": dtype, "workspace_mb": 32})
+           for dtype in (None, torch.float32)]  # fmt: skip
 
 
 def adapted_on_gpu(name: str, rank: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
@@ -318,11 +320,8 @@ def adapted_on_gpu(name: str, rank: int, dtype: torch.dtype = torch.bfloat16) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name, rank, frozen, options", ON_GPU, ids=str)
-def test_loss_and_every_gradient_on_gpu(name, rank, frozen, options, dtype):
-    if options.get("logits_dtype") and dtype == torch.float32:
-        pytest.skip("they are as wide as the products")
+@pytest.mark.parametrize("name, rank, dtype, frozen, options", ON_GPU, ids=str)
+def test_loss_and_every_gradient_on_gpu(name, rank, dtype, frozen, options):
     check_adapted(LOSSES[name], adapted_on_gpu(name, rank, dtype), 3.0, (0.7,), frozen, **options)
 
 

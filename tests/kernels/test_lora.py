@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_checks import TRITON_DEVICE, Place, check, compare, double, evaluate, fields, normal, under_autocast
+from kernel_checks import TRITON_DEVICE, Place, check, compare, double, evaluate, normal, under_autocast
 from op_table import CASES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -206,16 +206,6 @@ def test_a_choice_of_no_expert_adds_nothing(fp32):
     first = {name: tensors[name][::3, :1] for name in ("index", "weights")}
     expected = EXPERTS.function(**tensors | first | {"x": tensors["x"][::3]}, gate=Gate())
     torch.testing.assert_close(got["out0"][::3], expected)
-
-
-def test_an_output_that_nothing_reads(fp32):
-    tensors = LINEARS.inputs(fp32)
-    leaves = [tensors[name].requires_grad_() for name in LINEARS.leaves_of(tensors)]
-    losses = []
-    for op in (LINEARS.function, LINEARS.reference):
-        q, _, v = fields(op(**tensors)).values()
-        losses.append(torch.autograd.grad((q * v.sum()).sum(), leaves, materialize_grads=True))
-    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-3)
 
 
 TRAINED = {"lora_linear": "weight", "lora_linears": "q_weight", "lora_mlp": "up_weight", "lora_experts": "up_weight"}

@@ -409,10 +409,3 @@ def test_names_in_the_text_are_in_the_code(page, names_in_code):
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
     named = {name for span in spans for name in NAME.findall(span)}
     assert named - names_in_code - set(NAME.findall(code)) == set()
-
-
-def test_every_page_is_in_the_index():
-    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    linked = {(ROOT / "docs" / target.partition("#")[0]).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", index)}
-    pages = [page for page in PAGES if page.parent == ROOT / "docs" and page.name != "README.md"]
-    assert [page.name for page in pages if page not in linked] == []

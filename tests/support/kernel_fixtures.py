@@ -14,7 +14,7 @@ pytest.register_assert_rewrite("kernel_checks")
 from kernel_checks import PATHS, TRITON_DEVICE, Place, set_path  # noqa: E402 (found through the path above)
 from small_blocks import home  # noqa: E402
 
-TABLES = ("divergence", "loss")  # parameters that hold the op that a case is of, as `case` does
+TABLES = ("divergence", "loss", "name")  # parameters that hold or name the op that a case is of, as `case` does
 
 
 def _path(item: pytest.Item) -> tuple[str, torch.dtype | None]:

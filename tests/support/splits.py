@@ -79,7 +79,7 @@ class _Capture(TrainerCallback):
         self.gradients, self.hidden = gradients, hidden
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        named = [] if args.deepspeed else [*model.named_parameters()]  # it has stepped: see engines/zero_ranks.py
+        named = [] if args.deepspeed else [*model.named_parameters()]  # it has stepped: see engines/test_zero.py
         named += self.hidden.named_parameters() if self.hidden else []
         whole = {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in named
                  if p.requires_grad}  # fmt: skip

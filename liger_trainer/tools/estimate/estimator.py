@@ -117,20 +117,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run needs on each of its GPUs.
-
-    Attributes:
-        parts_mib: parts of the peak, largest first; `phase` says when it occurs.
-        peaks_mib: the highest point of each phase of a step.
-        tokens_per_step: of one optimizer step over all processes: the mean if rows are known, else the maximum.
-        total_tokens, steps: of the run; None if the number of rows is not known.
-        cache_mib: size of a teacher cache of the training rows for `teacher: cache`, if all tokens were supervised.
-        graphs_mib: what CUDA graphs keep besides the peak where they are recorded, which `cuda_graphs: auto` does where
-            that memory is free; None without graphs. With `cuda_graphs: always` the peak has it.
-        capture_mib: what capturing it takes on a GPU, if the teacher is named. It is no part of the run's peak.
-        fits: None without a GPU to compare with.
-        changes: settings that take less, each by itself; if none is enough, the last combines several.
-    """
+    """What a run needs on each of its GPUs."""
 
     source: str
     recipe: str
@@ -142,17 +129,22 @@ class Estimate:
     sharding: Sharding
     peak_mib: float
     phase: str
-    parts_mib: dict[str, float]
-    peaks_mib: dict[str, float]
-    tokens_per_step: int
+    parts_mib: dict[str, float]  # parts of the peak, largest first; `phase` says when it occurs
+    peaks_mib: dict[str, float]  # the highest point of each phase of a step
+    tokens_per_step: int  # of one optimizer step over all processes: the mean if rows are known, else the maximum
     steps: int | None
-    total_tokens: int | None
+    total_tokens: int | None  # total_tokens, steps: of the run; None if the number of rows is not known
+    # size of a teacher cache of the training rows for `teacher: cache`, if all tokens were supervised
     cache_mib: float | None
     unknown: str
+    # what CUDA graphs keep besides the peak where they are recorded, which `cuda_graphs: auto` does where that memory
+    # is free; None without graphs. With `cuda_graphs: always` the peak has it.
     graphs_mib: float | None = None
+    # what capturing it takes on a GPU, if the teacher is named. It is no part of the run's peak.
     capture_mib: float | None = None
     gpu: Gpu | None = None
-    fits: bool | None = None
+    fits: bool | None = None  # None without a GPU to compare with
+    # settings that take less, each by itself; if none is enough, the last combines several
     changes: tuple[Change, ...] = ()
 
 

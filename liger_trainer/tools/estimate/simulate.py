@@ -49,45 +49,28 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What the memory of a step depends on.
+    """What the memory of a step depends on."""
 
-    Attributes:
-        student, teacher: the models.
-        rows, length: of a batch on one device; `length` is in tokens.
-        masked: attention gets a mask, since rows differ in length or are packed.
-        by_lengths: packed rows are read by the lengths of their documents, so that windows take no mask either.
-        supervised: tokens of a row that have a label.
-        accumulation: micro-batches a step.
-        peft: configuration of the student's adapters.
-        loss: distillation, smoothing.
-        autocast: its dtype; None without autocast.
-        checkpointing: keywords of `gradient_checkpointing_enable`; None without checkpointing.
-        optimizer: makes one from parameter groups.
-        teacher_records: the format of a teacher cache, which makes the records of a batch.
-        teaches_itself: the teacher is the student without its adapters.
-        remake_every: in every n-th decoder layer the MLP makes gate and up again; 0: in none.
-        quantises: linear layers hold quantised numbers, and their weights are kept too.
-        cuda_graphs: `auto`, `always` or `never`.
-    """
-
-    student: ModelSpec
-    rows: int
+    student: ModelSpec  # student, teacher: the models
+    rows: int  # rows, length: of a batch on one device; `length` is in tokens
     length: int
-    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-    supervised: int | None = None
-    masked: bool = False
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # makes one from parameter groups
+    supervised: int | None = None  # tokens of a row that have a label
+    masked: bool = False  # attention gets a mask, since rows differ in length or are packed
+    # packed rows are read by the lengths of their documents, so that windows take no mask either
     by_lengths: bool = False
-    accumulation: int = 1
+    accumulation: int = 1  # micro-batches a step
     teacher: ModelSpec | None = None
-    teacher_records: Any = None
-    teaches_itself: bool = False
-    remake_every: int = 0
-    quantises: bool = False
-    cuda_graphs: str = NEVER
-    peft: Any = None
+    teacher_records: Any = None  # the format of a teacher cache, which makes the records of a batch
+    teaches_itself: bool = False  # the teacher is the student without its adapters
+    remake_every: int = 0  # in every n-th decoder layer the MLP makes gate and up again; 0: in none
+    quantises: bool = False  # linear layers hold quantised numbers, and their weights are kept too
+    cuda_graphs: str = NEVER  # `auto`, `always` or `never`
+    peft: Any = None  # configuration of the student's adapters
     patch: PatchOptions = field(default_factory=PatchOptions)
-    loss: LossOptions = field(default_factory=LossOptions)
-    autocast: torch.dtype | None = None
+    loss: LossOptions = field(default_factory=LossOptions)  # distillation, smoothing
+    autocast: torch.dtype | None = None  # its dtype; None without autocast
+    # keywords of `gradient_checkpointing_enable`; None without checkpointing
     checkpointing: dict[str, Any] | None = None
     max_grad_norm: float = 1.0
 
@@ -123,10 +106,8 @@ def simulate(spec: StepSpec) -> StepMemory:
     Raises:
         ConfigError: a model cannot be built, or its computation depends on values.
     """
-    fake, tracker = FakeTensorMode(), MemoryTracker()
-    _register_attention()
-    with warnings.catch_warnings(), as_bitsandbytes():
-        warnings.simplefilter("ignore")
+    with _stand_ins():
+        fake, tracker = FakeTensorMode(), MemoryTracker()
         student = _student(spec)
         teacher = _teacher(spec) if spec.teacher is not None else None
         with fake:
@@ -161,10 +142,8 @@ def simulate(spec: StepSpec) -> StepMemory:
 
 def simulate_reading(spec: StepSpec) -> Peak:
     """Return the highest point of a forward of only the teacher over a batch, without logits: what a capture does."""
-    fake, tracker = FakeTensorMode(), MemoryTracker()
-    _register_attention()
-    with warnings.catch_warnings(), as_bitsandbytes():
-        warnings.simplefilter("ignore")
+    with _stand_ins():
+        fake, tracker = FakeTensorMode(), MemoryTracker()
         teacher = _teacher(spec)
         with fake:
             _allocate(teacher)
@@ -176,11 +155,16 @@ def simulate_reading(spec: StepSpec) -> Peak:
     return tracker.peaks["teacher"]
 
 
-def _register_attention() -> None:
+@contextlib.contextmanager
+def _stand_ins() -> Iterator[None]:
+    """Within it, models of transformers may be built with our stand-ins, which warn of nothing."""
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, attention_mask)
     AttentionInterface.register(BY_LENGTHS, attention)
     AttentionMaskInterface.register(BY_LENGTHS, lambda *args, **kwargs: None)  # pyright: ignore[reportArgumentType]
+    with warnings.catch_warnings(), as_bitsandbytes():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _autocast(dtype: torch.dtype | None) -> Any:

@@ -119,15 +119,10 @@ MEASURED = 2000  # rows that are tokenized; of a larger dataset, every n-th
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Lengths of the training rows, before they are cut at max_length.
+    """Lengths of the training rows, before they are cut at max_length."""
 
-    Attributes:
-        rows: number of rows.
-        mean, longest, shortest: tokens of a row. The last two are None if not every row was tokenized.
-    """
-
-    rows: int
-    mean: float
+    rows: int  # number of rows
+    mean: float  # mean, longest, shortest: tokens of a row. The last two are None if not every row was tokenized.
     longest: int | None = None
     shortest: int | None = None
 
