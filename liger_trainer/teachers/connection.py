@@ -46,7 +46,7 @@ class _Server:
         except httpx.InvalidURL as error:
             raise ConfigError(f"teacher_server_base_url is not a URL: {error}.") from None
         self.name = _shown_url(self.url)
-        self.under_way, self.alone_until = 0, 0.0
+        self.under_way, self.spared_until = 0, 0.0
 
 
 class Connection:
@@ -125,7 +125,7 @@ class Connection:
             except _TransientError as error:
                 left.remove(server)
                 # also where it did not ask for a pause: the others are tried first
-                server.alone_until = time.monotonic() + (LONGEST_PAUSE if error.after is None else error.after)
+                server.spared_until = time.monotonic() + (LONGEST_PAUSE if error.after is None else error.after)
                 if not left:
                     raise
                 logger.warning("%s: %s; another server is asked", server.name, error)
@@ -137,7 +137,7 @@ class Connection:
         """Choose one that is not being spared, if there is one, with the fewest requests under way, and count this."""
         with self._lock:
             now = time.monotonic()
-            server = min(servers, key=lambda each: (each.alone_until > now, each.under_way))
+            server = min(servers, key=lambda each: (each.spared_until > now, each.under_way))
             server.under_way += 1
         self._asked.name = server.name
         return server

@@ -45,7 +45,7 @@ from .vocabulary import (
 )
 
 RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-STAYS = ("teacher_load_in_4bit", "teacher_load_in_8bit", "teacher_device", "teacher_offload")
+KEEP_DEVICE = ("teacher_load_in_4bit", "teacher_load_in_8bit", "teacher_device", "teacher_offload")
 
 
 def load_teacher(teacher: PreTrainedModel | str, args: TeacherConfig) -> PreTrainedModel:
@@ -56,10 +56,10 @@ def load_teacher(teacher: PreTrainedModel | str, args: TeacherConfig) -> PreTrai
             lack weights of the model.
     """
     if not isinstance(teacher, str):
-        set_in_vain = placed(args) or next((name for name in OF_LOADING if getattr(args, name)), None)
-        if set_in_vain:
+        unused = placed(args) or next((name for name in OF_LOADING if getattr(args, name)), None)
+        if unused:
             raise ConfigError(
-                f"{set_in_vain} is about a teacher that is loaded by its name, but a model was given. Load it "
+                f"{unused} is about a teacher that is loaded by its name, but a model was given. Load it "
                 "that way, or pass its name."
             )
         return teacher
@@ -148,14 +148,14 @@ def _load_kwargs(args: TeacherConfig) -> dict[str, Any]:
 
 def keeps_device(args: TeacherConfig) -> bool:
     """Return whether the trainer leaves the teacher where it was loaded."""
-    return any(getattr(args, name) for name in STAYS)
+    return any(getattr(args, name) for name in KEEP_DEVICE)
 
 
 def check_processes(args: TeacherConfig, processes: int, fsdp: bool, deepspeed: bool) -> None:
     """Raise ConfigError where a place names another device in each process, or the engine decides on it."""
     if not keeps_device(args):
         return
-    name = next(name for name in STAYS if getattr(args, name))
+    name = next(name for name in KEEP_DEVICE if getattr(args, name))
     if fsdp and args.teacher_offload:
         raise ConfigError(
             "teacher_offload does not go with FSDP, which shares the teacher's weights out over the processes. Leave "

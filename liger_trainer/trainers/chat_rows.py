@@ -427,7 +427,7 @@ def _messages(row: dict[str, Any]) -> dict[str, Any]:
         names = ("from", "value") if "from" in message else ("role", "content")
         role, content = (message[name] for name in names)
         rest = {key: value for key, value in message.items() if key not in names}
-        messages.append({**_message(ROLES.get(role, role), content), **rest})
+        messages.append({"role": ROLES.get(role, role), "content": content, **rest})
     if row.get("system") and not (messages and messages[0]["role"] == "system"):
         messages = [_message("system", row["system"]), *messages]
     images = row["images"] if "images" in row else [row["image"]] if "image" in row else None

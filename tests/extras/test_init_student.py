@@ -105,16 +105,8 @@ def test_units_are_ranked_by_their_mean_absolute_activation():
         torch.testing.assert_close(units.float(), active, rtol=1e-4, atol=1e-6)
 
 
-def no_hook(model):
-    pass
-
-
-def of_text(model):
-    model.model.layers[1].register_forward_hook(lambda *_: "nothing")
-
-
-def of_a_pair(model):
-    model.model.layers[1].register_forward_hook(lambda module, args, output: (output, None))
+def with_layers_that_return(output):
+    return lambda model: model.model.layers[1].register_forward_hook(output)
 
 
 def wrap_head(model):
@@ -122,19 +114,22 @@ def wrap_head(model):
 
 
 @pytest.mark.parametrize(
-    ("measure", "change", "inputs", "error", "message"),
+    ("measure", "change", "error", "message"),
     [
-        ("importance", no_hook, lambda: [], DataError, "no token"),
-        ("importance", of_text, lambda: batches(), ConfigError, "LlamaDecoderLayer does not"),
-        ("elimination", of_a_pair, lambda: supervised(), ConfigError, "LlamaDecoderLayer does not take .* block_influ"),
-        ("elimination", wrap_head, lambda: supervised(), ConfigError, "head of LlamaForCausalLM is no linear map"),
+        (lambda model: measure_importance(model, []), lambda model: None, DataError, "no token"),
+        (lambda model: measure_importance(model, batches()), with_layers_that_return(lambda *_: "nothing"), ConfigError,
+         "LlamaDecoderLayer does not"),
+        (lambda model: eliminate_layers(model, supervised(), 1), with_layers_that_return(lambda *a: (a[-1], None)),
+         ConfigError, "LlamaDecoderLayer does not take .* block_influ"),
+        (lambda model: eliminate_layers(model, supervised(), 1), wrap_head, ConfigError,
+         "head of LlamaForCausalLM is no linear map"),
     ],
-)
-def test_what_cannot_be_compared_is_refused(measure, change, inputs, error, message):
+)  # fmt: skip
+def test_what_cannot_be_compared_is_refused(measure, change, error, message):
     model = tiny_model("llama")
     change(model)
     with pytest.raises(error, match=message):
-        measure_importance(model, inputs()) if measure == "importance" else eliminate_layers(model, inputs(), 1)
+        measure(model)
 
 
 def distance(whole, part, rows) -> float:

@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import re
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from quick_cases import by_turns
+from recorders import calls_of
 from steps import adapted, assert_same_outcome, assert_same_step, step
 from tiny import FAMILIES, assert_same_gradients, masked_batch, named_gradients, tiny_model
 from torch import nn
@@ -27,25 +27,20 @@ LORA_ONLY = {"rope": False, "rms_norm": False, "fused_linear_cross_entropy": Fal
 
 
 @pytest.fixture
-def calls(monkeypatch) -> Counter[str]:
-    """How often our ops and PEFT's forward run, by name; and of how many layers, those that take several."""
-    counter: Counter[str] = Counter()
-
-    def counting(name, function):
-        def run(*args, **kwargs):
-            counter[name] += 1
-            if name == "lora_linears":
-                sizes.append(len(args[1]))
-            return function(*args, **kwargs)
-
-        return run
-
-    sizes = counter.sizes = []
-    for name in ("lora_linear", "lora_linears", "lora_mlp"):
-        monkeypatch.setattr(patch_lora, name, counting(name, getattr(patch_lora, name)))
+def calls(monkeypatch) -> dict[str, list[tuple]]:
+    """The calls of our ops and of PEFT's forward, by name."""
     patch_lora._disproof()  # which calls the forward itself
-    monkeypatch.setattr(LoraLinear, "forward", counting("peft", LoraLinear.forward))
-    return counter
+    ours = {name: calls_of(monkeypatch, patch_lora, name) for name in OURS}
+    return ours | {"peft": calls_of(monkeypatch, LoraLinear, "forward")}
+
+
+def counts(calls: dict[str, list[tuple]]) -> dict[str, int]:
+    return {name: len(each) for name, each in calls.items() if each}
+
+
+def sizes(calls: dict[str, list[tuple]]) -> list[int]:
+    """Of how many layers each op is that takes several."""
+    return [len(layers) for _, layers in calls["lora_linears"]]
 
 
 OURS = {"lora_linears": 2, "lora_linear": 2, "lora_mlp": 2}
@@ -62,10 +57,10 @@ def test_every_layer_on_our_ops(case, calls):
     report = patch(model, {**LORA_ONLY, "lora": case != "off"}).report
     step(model)
     if case == "off":
-        assert calls == {"peft": 14} and not any("LoRA" in kind for kind in report.swapped)
+        assert counts(calls) == {"peft": 14} and not any("LoRA" in kind for kind in report.swapped)
         return
     assert report.swapped["LoRA linear"] == 14 and report.swapped["LoRA MLP"] == 2 and not report.left_alone
-    assert calls == OURS and calls.sizes == [3, 3]
+    assert counts(calls) == OURS and sizes(calls) == [3, 3]
     assert_same_step(model, plain)
 
 
@@ -76,7 +71,7 @@ def test_adapters_added_later_reach_the_mlp(calls):
     model = adapted(model)
     assert not any("LoRA" in kind for kind in patched.report.swapped)
     assert_same_step(model, plain)
-    assert calls == {"lora_mlp": 2, "peft": 8 + 14}  # 14 of the plain model
+    assert counts(calls) == {"lora_mlp": 2, "peft": 8 + 14}  # 14 of the plain model
 
 
 def another_forward(layer):
@@ -105,7 +100,7 @@ def test_what_runs_pefts_forward(change, name, calls):
         CHANGES[change](each.get_submodule(f"base_model.model.model.layers.1.{name}"))
     torch.manual_seed(5)
     got, in_mlp = step(model), "mlp" in name
-    assert calls == {"lora_linears": 1 + in_mlp, "lora_linear": 4, "lora_mlp": 2 - in_mlp, "peft": 1}
+    assert counts(calls) == {"lora_linears": 1 + in_mlp, "lora_linear": 4, "lora_mlp": 2 - in_mlp, "peft": 1}
     torch.manual_seed(5)
     assert_same_outcome(got, step(plain))
 
@@ -168,7 +163,7 @@ def test_dropout_is_peft_s_with_other_masks(kernels, seeds, calls):
     plain, model = (adapted(tiny_model(), lora_dropout=0.3) for _ in range(2))
     assert not patch(model, LORA_ONLY).report.left_alone
     got = step(model)
-    assert calls == OURS and len(seeds) == 2 * len(OPS)
+    assert counts(calls) == OURS and len(seeds) == 2 * len(OPS)
     assert len({int(seed) for seed in seeds}) == len(seeds)
     places: Any = itertools.product(plain.base_model.model.model.layers, OPS)
     for seed, (layer, names) in zip(seeds, places, strict=True):
@@ -245,7 +240,7 @@ def test_layers_of_one_input_are_one_op(calls, targets, other_input, want):
         for each in (plain, model):
             getattr(attention_of(each), other_input).register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
     assert_same_step(model, plain)
-    assert calls.sizes == want
+    assert sizes(calls) == want
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -323,4 +318,4 @@ def test_qlora(dtype, calls):
     tolerance = 1e-5 if dtype == torch.float32 else 0.1  # between two orders of rounding
     torch.testing.assert_close(losses[1], losses[0], rtol=tolerance, atol=0)
     assert_same_gradients(got, want, tolerance)
-    assert calls == OURS
+    assert counts(calls) == OURS

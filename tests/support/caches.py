@@ -4,13 +4,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import completions, tiny_model, tiny_tokenizer, train_args
+from commands import call, settings
+from tiny import chats, completions, texts, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
-from liger_trainer.cli.app import main
 from liger_trainer.teachers.row_keys import documents
-from liger_trainer.trainers.capture import capture
+from liger_trainer.trainers import capture as cache_capture
 from liger_trainer.trainers.row_preparation import prepare_rows
+
+FORMS = {  # of the rows that a cache is looked up for: the data, and how a trainer prepares them
+    "rows": (completions, {}),
+    "packed": (completions, {"packing": True, "max_length": 48}),
+    "packed, cut": (completions, {"packing": True, "max_length": 9}),
+    "fragments": (texts, {"packing": True, "packing_strategy": "bfd_split", "max_length": 9}),
+    "wrapped": (texts, {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
+    "padding-free": (completions, {"padding_free": True, "max_length": None}),
+    "assistant": (chats, {"assistant_only_loss": True}),
+    "assistant, packed": (chats, {"assistant_only_loss": True, "packing": True, "max_length": 64}),
+    "whole rows": (completions, {"completion_only_loss": False}),
+    "end": (completions, {"max_length": 7, "truncation_mode": "keep_end"}),
+}
+STEP = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.0, "bf16": False}
 
 
 def teacher_model():
@@ -29,10 +43,12 @@ def config(folder, **options) -> LigerDistillConfig:
     return train_args(LigerDistillConfig, **{**cache, **options})
 
 
-def captured(folder, data=None, test=None, teacher=None, **options):
-    """Capture, and the configuration that was captured with."""
+def captured(folder, data=None, test=None, teacher=None, mib=cache_capture.MIB, **options):
+    """Capture, and the configuration that was captured with. With few bytes to a MiB there are several shards."""
     args = config(folder, **options)
-    capture(teacher or teacher_model(), args, tiny_tokenizer(), data or completions(), test)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_capture, "MIB", mib)
+        cache_capture.capture(teacher or teacher_model(), args, tiny_tokenizer(), data or completions(), test)
     return args
 
 
@@ -63,28 +79,11 @@ def flip(file: Path, place: int, bit: int = 0) -> None:
 
 
 def end_of(capsys, *words: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as stopped:
-        main(list(words))
-    printed = capsys.readouterr()
-    return int(stopped.value.code or 0), " ".join((printed.out + printed.err).split())
+    code, out, err = call(capsys, *words)
+    return code, " ".join((out + err).split())
 
 
 # A run that distils `student` from the teacher cache in `cache`.
-CACHED_RUN = """
-recipe: distill
-model_name_or_path: student
-teacher: cache
-teacher_cache_dir: cache
-dataset_name: rows.jsonl
-output_dir: out
-max_steps: 3
-per_device_train_batch_size: 4
-learning_rate: 1e-2
-gradient_checkpointing: false
-save_strategy: no
-max_length: 32
-holdout_fraction: 0.2
-num_sample_completions: 1
-max_new_tokens: 2
-use_cpu: true
-"""
+CACHED_RUN = settings(
+    recipe="distill", teacher="cache", teacher_cache_dir="cache", num_sample_completions=1, max_new_tokens=2,
+)  # fmt: skip

@@ -34,10 +34,10 @@ def distill(
     student=None, teacher=None, data=None, eval_data=None, *, cls: Any = LigerDistillTrainer,
     config: Any = LigerDistillConfig, **options,
 ) -> Any:  # fmt: skip
-    """The same with a teacher: a model, several of them by name, a path, or a value of the key `teacher`."""
+    """The same with a teacher: a model, several by name, a path, a value of the key `teacher`, or named in options."""
     if teacher in ("self", "cache", "server"):
         options["teacher"], teacher = teacher, None
-    elif teacher is None:
+    elif teacher is None and not options.keys() & {"teacher_model_name_or_path", "teachers"}:
         teacher = a_teacher()
     return sft(student, data, eval_data, cls=cls, config=config, teacher_model=teacher, **options)
 

@@ -1,6 +1,8 @@
 """`teacher: self` equals a copy of the base as teacher: losses, gradients, logs; and leaves the student as it was."""
 
+import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -26,15 +28,18 @@ CASES = {
     "embeddings": ("llama", {"target_modules": ["q_proj", "embed_tokens"]}),
     "saved embeddings and lm_head": ("llama", {"modules_to_save": ["embed_tokens", "lm_head"]}),
     "trained tokens": ("llama_tied", {"trainable_token_indices": TOKENS}),
-}
+    "another tuner of layers": ("qwen3", IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False)),
+}  # fmt: skip
 
 
 def student(case="lora", config=None):
     """With adapters that are not zero, in train mode."""
     family, options = CASES[case]
     torch.manual_seed(1)
-    given = {"r": 3, "lora_alpha": 5, "init_lora_weights": False, **options}
-    model = get_peft_model(tiny_model(family), config or LoraConfig(**given))
+    if isinstance(options, dict):
+        options = LoraConfig(**{"r": 3, "lora_alpha": 5, "init_lora_weights": False, **options})
+    model = get_peft_model(tiny_model(family), config or copy.deepcopy(options))
     for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
     return model.train()
@@ -50,7 +55,7 @@ def seeded_step(trainer):
     return step(trainer)
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "dropout", "lm_head, tied"))
+@pytest.mark.parametrize("case", slow_but(CASES, "dropout", "lm_head, tied", "another tuner of layers"))
 def test_it_equals_a_copy_of_the_base(case):
     trainer, other = make(student(case)), make(student(case), tiny_model(CASES[case][0]))
     assert measured(trainer.evaluate()) == pytest.approx(measured(other.evaluate()), rel=1e-5)
@@ -127,65 +132,58 @@ def test_the_teacher_can_generate():
     assert not torch.equal(taught, model.eval().generate(**prompt))
 
 
-def test_a_fresh_adapter_is_its_own_teacher():
-    fresh = get_peft_model(tiny_model(), LoraConfig(target_modules="all-linear", r=3))
-    evaluated = make(fresh, losses=None, beta=0.0).evaluate()
-    assert evaluated["eval_forward_kl"] == 0.0 and evaluated["eval_agreement_at_1"] == 1.0
-
-
-def test_another_tuner_of_layers():
-    config = IA3Config(
-        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
-    )
-    logs, _ = step(make(student(config=config)))
-    want_logs, _ = step(make(student(config=config), tiny_model("qwen3")))
-    assert logs == pytest.approx(want_logs, rel=1e-5) and want_logs["forward_kl"] > 1e-3
-
-
-def merged(model):
+def merged():
+    model = student()
     model.base_model.merge_adapter()
     return model
 
 
-@pytest.mark.parametrize("model, message", [
-    (lambda: tiny_model(), "the student has none. Train adapters"),
-    (lambda: student(config=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)), "prompt learning"),
-    (lambda: get_peft_model(tiny_model("phi"), LoraConfig(target_modules=["q_proj"], bias="all")), "are trained too"),
-    (lambda: merged(student()), "call unmerge_adapter"),
-], ids=["no adapters", "prompt learning", "trained biases", "merged"])  # fmt: skip
-def test_students_that_cannot_teach_themselves(model, message):
+def lora(model=None, **options):
+    return get_peft_model(model or tiny_model(), LoraConfig(**{"r": 4, "target_modules": "all-linear", **options}))
+
+
+def begun_by(start):
+    """PEFT moves part of the base into such adapters, so the base without them is not the model before training."""
+    if start in ("pissa", "pissa_niter_2", "olora"):
+        return lora(init_lora_weights=start)
+    model = lora()  # needs data, or more packages
+    model.peft_config["default"].init_lora_weights = start
+    return model
+
+
+REFUSED = {
+    "no adapters": (tiny_model, "the student has none. Train adapters"),
+    "prompt learning": (
+        lambda: student(config=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)), "prompt learning",
+    ),
+    "trained biases": (lambda: lora(tiny_model("phi"), target_modules=["q_proj"], bias="all"), "are trained too"),
+    "merged": (merged, "call unmerge_adapter"),
+    **{start: (partial(begun_by, start), f"init_lora_weights='{start}' of the adapter 'default' moves part of the")
+       for start in ("pissa", "pissa_niter_2", "olora", "corda", "loftq", "lora_ga")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_students_that_cannot_teach_themselves(case):
+    model, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         make(model())
 
 
-def test_a_model_beside_it_is_refused():
+def test_a_model_beside_it_and_fsdp1_are_refused():
     with pytest.raises(ConfigError, match="teacher='self' takes no model"):
         sft(student(), cls=LigerDistillTrainer, config=LigerDistillConfig, teacher="self", teacher_model=tiny_model())
-
-
-def test_students_of_fsdp1_are_refused():
     trainer = make(student())
     trainer.is_fsdp_enabled = True
     with pytest.raises(ConfigError, match="teacher: self does not work with FSDP1"):
         SelfTeacher().prepare(trainer)
 
 
-@pytest.mark.parametrize("start", ["pissa", "pissa_niter_2", "olora", "corda", "loftq", "lora_ga"])
-def test_adapters_that_take_part_of_the_base_are_refused(start):
-    """PEFT moves it into them, so the base without them is not the model before training."""
-    model = get_peft_model(tiny_model(), LoraConfig(r=3, target_modules="all-linear"))
-    if start in ("pissa", "pissa_niter_2", "olora"):
-        model = get_peft_model(tiny_model(), LoraConfig(r=3, target_modules="all-linear", init_lora_weights=start))
-    else:  # needs data, or more packages
-        model.peft_config["default"].init_lora_weights = start
-    with pytest.raises(ConfigError, match=f"init_lora_weights='{start}' of the adapter 'default' moves part of the"):
-        make(model)
-
-
 @pytest.mark.parametrize("start", [True, "gaussian", "orthogonal", "mica"])
 def test_a_start_that_leaves_the_base_alone_begins_at_a_divergence_of_0(start):
     torch.manual_seed(0)
-    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=start))
-    trainer = make(model, losses=[{"type": "forward_kl"}])
+    trainer = make(lora(init_lora_weights=start), losses=[{"type": "forward_kl"}])
+    evaluated = trainer.evaluate()
+    assert abs(evaluated["eval_forward_kl"]) < 1e-6 and evaluated["eval_agreement_at_1"] == 1.0
     trainer.train()
     assert abs(trainer.state.log_history[0]["forward_kl"]) < 1e-6

@@ -132,14 +132,6 @@ def test_draws_from_the_tail_share_its_mass():
     assert entries_of(got)[0] == pytest.approx({7: 0.6, 3: 0.2, 4: 0.05, 9: 0.15}, abs=1e-4)
     assert [row.keys() for row in entries_of(got)[1:]] == [{7, 3}] * 2
     assert got.top_ids.tolist() == [7] * 3 and form.tail == "none"
-    # what the tail adds to the KL, sum p log p, is 0.2 * -3.25; that of the entries is taken away
+    # what the tail adds to the KL, sum p log p, is 0.2 * -3.25; the entries' is taken away
     assert got.unnamed[0].item() == pytest.approx(0.2 * -3.25 - 0.05 * math.log(0.05) - 0.15 * math.log(0.15), abs=1e-3)
     assert (got.unnamed[1:].abs() < 1e-6).all()
-
-
-@pytest.mark.parametrize("draws", [0, 3])
-def test_zeros_have_no_entries(draws):
-    form = RecordFormat("topk", 5, 8, 100, draws)
-    got = form.decode(torch.zeros(2, 3, form.bytes).byte())
-    assert (got.log_probs[..., :5] == -torch.inf).all() and got.log_probs.shape == (2, 3, 5 + draws)
-    assert got.unnamed.isfinite().all()

@@ -6,21 +6,9 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from tiny import (
-    VOCAB,
-    WORDS,
-    completions,
-    divergence_by_hand,
-    double_copy,
-    shift_labels_of,
-    tiny_model,
-    tiny_tokenizer,
-    train_args,
-)
-from trainings import a_teacher, sft, step, supervised_logits, trained
+from tiny import VOCAB, WORDS, completions, divergence_by_hand, double_copy, tiny_model, tiny_tokenizer
+from trainings import a_teacher, distill, step, supervised_logits, trained
 
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer
-from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
@@ -46,30 +34,30 @@ def rows(n=8, seed=0, names=("math", "code", "prose")):
     return completions(n, seed).add_column("domain", [rng.choice(names) for _ in range(n)])
 
 
+ROUTED = {"teachers": entries(), "teacher_column": "domain"}
+
+
 def make(models, data, eval_data=None, student=None, **options):
     options = {"losses": LOSSES, "beta": BETA, "temperature": TEMPERATURE, "max_steps": 1, "optim": "sgd",
                "per_device_train_batch_size": 8, "per_device_eval_batch_size": 3, "learning_rate": 0.0,
                "shuffle_dataset": False, **options}  # fmt: skip
-    how = {"cls": LigerDistillTrainer, "config": LigerDistillConfig, "teacher_model": models}
-    return sft(student, data, eval_data, **how, **options)
+    return distill(student, models, data, eval_data, **options)
 
 
-def by_hand(models, data, of_row):
-    """Return loss and gradients in fp64, where `of_row` gives {name: weight} of a row, and what logs should say."""
-    student = double_copy(tiny_model())
-    models = {name: double_copy(model) for name, model in models.items()}
-    prepared = make(tiny_model(seed=5), data).train_dataset
+def by_hand(rows, weights, temperature=TEMPERATURE, ce=0.3):
+    """Return loss and gradients, in fp64, of tokenized rows with a {teacher: weight} for each, the teachers' KLs at
+    temperature 1, and their shares of the tokens."""
+    student, models = double_copy(tiny_model()), {name: double_copy(model) for name, model in teachers().items()}
     total, tokens, sums, counts = 0.0, 0, dict.fromkeys(models, 0.0), dict.fromkeys(models, 0)
-    for row, tokens_of_row in zip(data, prepared, strict=True):
-        weights = of_row(row)
-        s, *answers, targets = supervised_logits((student, *(models[name] for name in weights)), tokens_of_row)
-        total = total - 0.3 * s.log_softmax(-1).gather(-1, targets[:, None]).sum()
+    for row, of_row in zip(rows, weights, strict=True):
+        s, *answers, targets = supervised_logits((student, *(models[name] for name in of_row)), row)
+        total = total - ce * s.log_softmax(-1).gather(-1, targets[:, None]).sum()
         tokens += len(targets)
-        for (name, weight), t in zip(weights.items(), answers, strict=True):
+        for (name, weight), t in zip(of_row.items(), answers, strict=True):
             t = t[:, :VOCAB].detach()
-            divergence = divergence_by_hand(s, t, "forward_kl", TEMPERATURE)
-            divergence = divergence + 0.5 * divergence_by_hand(s, t, "jsd", TEMPERATURE, BETA)
-            total = total + weight * TEMPERATURE**2 * divergence.sum()
+            divergence = divergence_by_hand(s, t, "forward_kl", temperature)
+            divergence = divergence + 0.5 * divergence_by_hand(s, t, "jsd", temperature, BETA)
+            total = total + weight * temperature**2 * divergence.sum()
             sums[name] += float(divergence_by_hand(s, t, "forward_kl", 1.0).sum())
             counts[name] += len(targets)
     (total / tokens).backward()
@@ -80,37 +68,26 @@ def by_hand(models, data, of_row):
 
 def assert_same(got, want, rtol=1e-4):
     for name, gradient in want.items():
-        torch.testing.assert_close(got[name].double(), gradient, rtol=rtol, atol=1e-5, msg=name)
-
-
-def test_weighted():
-    data = completions(8)
-    logs, gradients = step(make(teachers(), data, teachers=entries()))
-    loss, want, kls, _ = by_hand(teachers(), data, lambda row: WEIGHTS)
-    assert logs["loss"] == pytest.approx(loss, rel=1e-5)
-    assert_same(gradients, want)
-    for name, kl in kls.items():
-        assert logs[f"{name}/forward_kl"] == pytest.approx(kl, rel=1e-5)
-    mean = sum(WEIGHTS[name] * kl for name, kl in kls.items()) / sum(WEIGHTS.values())
-    assert logs["forward_kl"] == pytest.approx(mean, rel=1e-5)
-    assert not any(name.endswith("/share") for name in logs)
+        torch.testing.assert_close(got[name].double(), gradient.double(), rtol=rtol, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(
-    "options", [{"packing": True, "max_length": 40}, {"padding_free": True, "max_length": None}],
-    ids=["packing", "padding-free"],
+    "options", [None, {"packing": True, "max_length": 40}, {"padding_free": True, "max_length": None}],
+    ids=["weighted", "routed, packing", "routed, padding-free"],
 )  # fmt: skip
-def test_routed(options):
-    data = rows(8)
-    logs, gradients = step(make(teachers(), data, teachers=entries(), teacher_column="domain", **options))
-    loss, want, kls, shares = by_hand(teachers(), data, lambda row: {row["domain"]: WEIGHTS[row["domain"]]})
+def test_loss_gradients_and_logs_are_those_by_hand(options):
+    data, routed = rows(8), options is not None
+    logs, gradients = step(make(teachers(), data, **({**ROUTED, **options} if routed else {"teachers": entries()})))
+    weights = [{domain: WEIGHTS[domain]} if routed else WEIGHTS for domain in data["domain"]]
+    loss, want, kls, shares = by_hand(make(tiny_model(seed=5), data).train_dataset, weights)
     assert len(kls) == 3
     assert logs["loss"] == pytest.approx(loss, rel=1e-5)
     assert_same(gradients, want)
     for name, kl in kls.items():
         assert logs[f"{name}/forward_kl"] == pytest.approx(kl, rel=1e-5)
-        assert logs[f"{name}/share"] == pytest.approx(shares[name], rel=1e-6)
-    assert logs["forward_kl"] == pytest.approx(sum(kls[name] * shares[name] for name in kls), rel=1e-5)
+        assert logs.get(f"{name}/share") == (pytest.approx(shares[name], rel=1e-6) if routed else None)
+    parts = shares if routed else {name: weight / sum(WEIGHTS.values()) for name, weight in WEIGHTS.items()}
+    assert logs["forward_kl"] == pytest.approx(sum(kls[name] * parts[name] for name in kls), rel=1e-5)
 
 
 def test_one_teacher_among_several_is_that_teacher():
@@ -121,20 +98,18 @@ def test_one_teacher_among_several_is_that_teacher():
         logs, gradients = step(make({name: model for name in weights}, data, teachers=entries(weights)))
         for name in want:
             assert logs[name] == pytest.approx(want[name], rel=2e-5), name
-        assert_same(gradients, {name: g.double() for name, g in want_gradients.items()}, rtol=1e-3)
+        assert_same(gradients, want_gradients, rtol=1e-3)
 
 
 def test_micro_batches_and_evaluation():
-    data, options = rows(8), {"teachers": entries(), "teacher_column": "domain"}
-    whole, want = step(make(teachers(), data, data, **options))
-    trainer = make(teachers(), data, data, **{**options, "per_device_train_batch_size": 2,
-                                              "gradient_accumulation_steps": 4,
-                                              "per_device_eval_batch_size": 8})  # fmt: skip
+    data, parts = rows(8), {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    whole, want = step(make(teachers(), data, data, **ROUTED))
+    trainer = make(teachers(), data, data, **ROUTED, **parts, per_device_eval_batch_size=8)
     evaluated = trainer.evaluate()
     of_parts = evaluated["eval_kd_loss"] + 0.3 * evaluated["eval_ce_loss"]
     assert evaluated["eval_loss"] == pytest.approx(of_parts, rel=1e-5)
     logs, gradients = step(trainer)
-    assert_same(gradients, {name: g.double() for name, g in want.items()})
+    assert_same(gradients, want)
     names = [name for name in whole if "/" in name or name in ("kd_loss", "ce_loss", "forward_kl", "teacher_entropy")]
     assert len(names) >= 10
     for name in names:
@@ -144,8 +119,7 @@ def test_micro_batches_and_evaluation():
 
 def test_a_teacher_with_nothing_to_teach_does_not_run():
     data = rows(6, names=["code", "prose"])
-    trainer = make(teachers(), data, teachers=entries(), teacher_column="domain", max_steps=3,
-                   per_device_train_batch_size=1)  # fmt: skip
+    trainer = make(teachers(), data, **ROUTED, max_steps=3, per_device_train_batch_size=1)
     ran = []
     for name, model in trainer.teaching.models.items():
         model.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
@@ -154,13 +128,14 @@ def test_a_teacher_with_nothing_to_teach_does_not_run():
     assert "math/forward_kl" not in log and log["math/share"] == 0.0
 
 
-def test_routes_of_their_own():
-    options = {"math": {"routes": ["algebra", "7"]}, "code": {"routes": ["python"]}}
-    data = completions(3).add_column("domain", ["7", "python", "algebra"])
-    trainer = make({k: v for k, v in teachers().items() if k != "prose"}, data,
-                   teachers=entries({"math": 1.0, "code": 1.0}, **options), teacher_column="domain")  # fmt: skip
-    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(3)])
-    assert batch["teacher_routes"].tolist() == [[0], [1], [0]] and batch["teachers_present"] == (0, 1)
+def test_routes_of_their_own_numbers_too():
+    options = {"math": {"routes": ["algebra", 7]}, "code": {"routes": ["python", "8"]}}
+    two = {name: model for name, model in teachers().items() if name in options}
+    how = {"teachers": entries(dict.fromkeys(options, 1.0), **options), "teacher_column": "domain"}
+    for column, routes in ((["7", "python", "algebra"], [[0], [1], [0]]), ([7, 8, 8], [[0], [1], [1]])):
+        trainer = make(two, completions(3).add_column("domain", column), **how)
+        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(3)])
+        assert batch["teacher_routes"].tolist() == routes and batch["teachers_present"] == (0, 1)
 
 
 @pytest.mark.parametrize("options", [
@@ -168,16 +143,9 @@ def test_routes_of_their_own():
 ], ids=["start", "end", "packing"])  # fmt: skip
 def test_routes_survive_truncation(options):
     data = rows(8, seed=3)
-    trainer = make(teachers(), data, teachers=entries(), teacher_column="domain", **options)
+    trainer = make(teachers(), data, **ROUTED, **options)
     assert trainer.row_facts["train"].rows_truncated
     trainer.train()
-
-
-def test_numbers_in_the_column():
-    data = completions(2).add_column("domain", [1, 2])
-    two = {"one": {"routes": [1]}, "two": {"routes": ["2"]}}
-    models = dict(zip(("one", "two"), teachers().values(), strict=False))
-    make(models, data, teachers=entries(dict.fromkeys(two, 1.0), **two), teacher_column="domain").train()
 
 
 def test_the_student_without_adapters_among_them():
@@ -187,12 +155,11 @@ def test_the_student_without_adapters_among_them():
 
     other, data = teachers()["math"], rows(6, names=["math", "base"])
     given = [{"name": "math", "teacher_model_name_or_path": "x"}, {"name": "base", "teacher": "self"}]
-    column = {"teachers": given, "teacher_column": "domain"}
-    logs, gradients = step(make({"math": other}, data, student=lora(), **column))
-    want_logs, want = step(make({"math": other, "base": tiny_model()}, data, student=lora(), teachers=None,
-                                teacher_column="domain"))  # fmt: skip
+    logs, gradients = step(make({"math": other}, data, student=lora(), teachers=given, teacher_column="domain"))
+    both = {"math": other, "base": tiny_model()}
+    want_logs, want = step(make(both, data, student=lora(), teacher_column="domain"))
     assert logs["loss"] == pytest.approx(want_logs["loss"], rel=1e-5)
-    assert_same(gradients, {name: g.double() for name, g in want.items()})
+    assert_same(gradients, want)
 
 
 def test_by_their_directories(tmp_path):
@@ -211,66 +178,45 @@ def test_by_their_directories(tmp_path):
         assert list(live) == ["math", "code", "prose"]
 
 
-ON_POLICY = {"lmbda": 1.0, "max_completion_length": 7, "temperature": 1.0, "teachers": entries(),
-             "teacher_column": "domain", "losses": [term for term in LOSSES if term["type"] != "ce"]}  # fmt: skip
+ON_POLICY = {"lmbda": 1.0, "max_completion_length": 7, "temperature": 1.0, **ROUTED,
+             "losses": [term for term in LOSSES if term["type"] != "ce"]}  # fmt: skip
 
 
-def sampled_by_hand(seen, domain_of):
-    """Return loss and gradients, in fp64, of sampled micro-batches, each row taught by the teacher of its prompt."""
-    student, models = double_copy(tiny_model()), {name: double_copy(model) for name, model in teachers().items()}
-    total, tokens, used = 0.0, 0, set()
-    for inputs in seen:
-        for ids, labels in zip(inputs["input_ids"], inputs["labels"], strict=True):
-            start = int((labels != -100).nonzero()[0])
-            name = domain_of[tuple(ids[:start].tolist())]
-            targets = shift_labels_of(labels[None])[0]
-            keep = targets != -100
-            s, t = (model(input_ids=ids[None]).logits[0, keep, :VOCAB] for model in (student, models[name]))
-            divergence = divergence_by_hand(s, t.detach(), "forward_kl", 1.0)
-            divergence = divergence + 0.5 * divergence_by_hand(s, t.detach(), "jsd", 1.0, BETA)
-            total, tokens = total + WEIGHTS[name] * divergence.sum(), tokens + int(keep.sum())
-            used.add(name)
-    (total / tokens).backward()
-    return float(total.detach()) / tokens, {n: p.grad for n, p in student.named_parameters()}, used
-
-
-@pytest.mark.parametrize("alone", [False, True], ids=["completions", "prompts alone"])
-def test_routed_on_policy(alone):
+@pytest.mark.parametrize("prompts_only", [False, True], ids=["completions", "prompts"])
+def test_routed_on_policy(prompts_only):
     """A row keeps its teacher when the student completes it, in training and in evaluation."""
     data, test = rows(16), rows(6, seed=9)
-    if alone:
+    if prompts_only:
         data, test = data.remove_columns("completion"), test.remove_columns("completion")
     trainer = make(teachers(), data, test, per_device_train_batch_size=4, gradient_accumulation_steps=4, **ON_POLICY)
     tokenizer, seen, answer = tiny_tokenizer(), [], trainer.teaching.answer
     domain_of = {tuple(tokenizer(row["prompt"])["input_ids"]): row["domain"] for row in [*data, *test]}
 
     def recorded(inputs):
-        seen.append({name: inputs[name].clone() for name in ("input_ids", "labels")})
+        for ids, labels in zip(inputs["input_ids"].tolist(), inputs["labels"].tolist(), strict=True):
+            prompt = ids[: next(i for i, label in enumerate(labels) if label != -100)]
+            seen.append(({"input_ids": ids, "labels": labels}, domain_of[tuple(prompt)]))
         return answer(inputs)
 
     trainer.teaching.answer = recorded
     logs, gradients = step(trainer)
-    loss, want, used = sampled_by_hand(seen, domain_of)
-    assert used == set(WEIGHTS) and sum(len(inputs["labels"]) for inputs in seen) == 16
+    sampled, domains = zip(*seen, strict=True)
+    loss, want, _, shares = by_hand(sampled, [{name: WEIGHTS[name]} for name in domains], temperature=1.0, ce=0.0)
+    assert set(domains) == set(WEIGHTS) and len(sampled) == 16
     assert logs["loss"] == pytest.approx(loss, rel=1e-4)
     assert_same(gradients, want)
-    assert sum(logs[f"{name}/share"] for name in WEIGHTS) == pytest.approx(1.0)
+    assert {name: logs[f"{name}/share"] for name in WEIGHTS} == pytest.approx(shares)
     seen.clear()
     metrics = trainer.evaluate()
-    if alone:
-        domains = [{domain_of[tuple(ids[: int((labels != -100).nonzero()[0])].tolist())] for ids, labels in zip(
-            inputs["input_ids"], inputs["labels"], strict=True)} for inputs in seen]  # fmt: skip
-        assert len(domains) == 2 and {name for names in domains for name in names} == set(test["domain"])
+    assert {domain for _, domain in seen} == set(test["domain"]) and len(seen) == 6
     for name in set(test["domain"]):
-        share = metrics[f"eval_{name}/share"]
-        assert 0 < share < 1 and metrics[f"eval_{name}/forward_kl"] > 0
+        assert 0 < metrics[f"eval_{name}/share"] < 1 and metrics[f"eval_{name}/forward_kl"] > 0
 
 
 def test_routed_on_policy_half_of_the_time():
     """Micro-batches of the dataset's completions and of sampled ones take turns, each row with its teacher."""
-    options = {**ON_POLICY, "lmbda": 0.5}
-    trainer = make(teachers(), rows(32), per_device_train_batch_size=4, gradient_accumulation_steps=8, **options)
-    logs, _ = step(trainer)
+    options = {**ON_POLICY, "lmbda": 0.5, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
+    logs, _ = step(make(teachers(), rows(32), **options))
     assert 0 < logs["on_policy_share"] < 1
     assert {"on_policy/math/forward_kl", "off_policy/code/forward_kl"} <= logs.keys()
 
@@ -279,7 +225,7 @@ def with_domains(*domains, seed=0):
     return completions(len(domains), seed).add_column("domain", list(domains))
 
 
-ROUTED = {"teachers": entries(), "teacher_column": "domain"}
+LONG = [{"text": " ".join(WORDS[:30]), "domain": "math"}, {"text": "w1 w2 w3", "domain": "code"}]
 TWICE = [{"prompt": "w1 w2", "completion": " w3", "domain": name} for name in ("math", "code")]
 LAW = "Row {} of the train dataset has 'law' .* Known: math, code, prose"
 NO_COLUMN, PREPARED = "train dataset has no column 'domain'", "teacher_column needs rows that the trainer prepares"
@@ -294,9 +240,7 @@ REFUSED = {
         lambda: with_domains("math", "law", *["code"] * 6).remove_columns("completion"), ON_POLICY, DataError,
         LAW.format(1),
     ),
-    "prompts without": (
-        lambda: rows(8).select_columns("prompt"), ON_POLICY, DataError, NO_COLUMN,
-    ),
+    "prompts without": (lambda: rows(8).select_columns("prompt"), ON_POLICY, DataError, NO_COLUMN),
     "streamed prompts": (
         lambda: rows(8).remove_columns("completion").to_iterable_dataset(), ON_POLICY, ConfigError, PREPARED,
     ),
@@ -305,6 +249,10 @@ REFUSED = {
         lambda: make(teachers(), rows(), teachers=entries()).train_dataset,
         {"dataset_kwargs": {"skip_prepare_dataset": True}}, ConfigError, PREPARED,
     ),
+    **{f"cut by {how}": (
+        lambda: Dataset.from_list(LONG), {"packing": True, "max_length": 16, "packing_strategy": how}, ConfigError,
+        f"does not go with packing_strategy: {how}",
+    ) for how in ("wrapped", "bfd_split")},
 }  # fmt: skip
 
 
@@ -327,74 +275,6 @@ def test_rows_that_come_later_are_refused():
         trainer = make(teachers(), data, **{**ROUTED, **options})
         with pytest.raises(DataError, match="is of no dataset that the trainer prepared"):
             trainer.data_collator([{"input_ids": [1, 2, 3], "labels": labels}])
-
-
-@pytest.mark.parametrize("strategy", ["wrapped", "bfd_split"])
-def test_packing_that_cuts_documents_is_refused(strategy):
-    long = Dataset.from_list([{"text": " ".join(WORDS[:30]), "domain": "math"}, {"text": "w1 w2 w3", "domain": "code"}])
-    with pytest.raises(ConfigError, match=f"does not go with packing_strategy: {strategy}"):
-        make(teachers(), long, teachers=entries(), teacher_column="domain", packing=True, max_length=16,
-             packing_strategy=strategy)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"teachers": []}, r"teachers must be a list such as .*, got \[\]"),
-        ({"teachers": [{"weight": 1}]}, "needs a name, text without a slash; got None"),
-        ({"teachers": [{"name": "a/b", "teacher": "self"}]}, "needs a name, text without a slash; got 'a/b'"),
-        ({"teachers": [{"name": "a", "teacher": "self", "teacher_model_name_or_path": "x"}]},
-         "leave teacher_model_name_or_path out"),
-        ({"teachers": [{"name": "a", "teacher": "self", "teacher_dtype": "auto"}]}, "leave teacher_dtype out"),
-        ({"teachers": [{"name": "a", "teacher": "cache"}]}, "must be of kind model or self, got 'cache'"),
-        ({"teachers": [{"name": "a", "teacher_model_name_or_path": "x", "weight": 0}]}, "a number above 0, got 0"),
-        ({"teachers": [{"name": "a", "teacher": "self", "weight": True}]}, "a number above 0, got True"),
-        ({"teachers": [{"name": "a", "path": "x"}]}, "a dictionary with keys out of name, teacher, weight"),
-        ({"teachers": [{"name": "a", "teacher": "self"}] * 2}, "'a' belongs to two of them"),
-        ({"teachers": [{"name": "a", "teacher": "self", "routes": ["x"]}]}, "no effect without teacher_column"),
-        ({"teachers": [{"name": "a", "teacher": "self", "routes": ["b"]}, {"name": "b", "teacher": "self"}],
-          "teacher_column": "d"}, "'b' belongs to two of them"),
-        ({"teachers": [{"name": "a", "teacher": "self"}], "teacher": "self"}, "teachers: are models"),
-        ({"teachers": [{"name": "a", "teacher": "self"}], "teacher_model_name_or_path": "x"}, "either teachers or"),
-        ({"teachers": '[{"name": "a", "weight": -1}]'}, "a number above 0, got -1"),
-    ],
-)  # fmt: skip
-def test_settings_that_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        train_args(LigerDistillConfig, **options)
-
-
-START = "recipe: distill\nmodel_name_or_path: m\ndataset_name: d.jsonl\n"
-
-
-@pytest.mark.parametrize(
-    "lines, found",
-    [
-        (["teacher: self"], ["teacher: self is the student without its adapters; add `use_peft: true`"]),
-        (["teacher: self", "use_peft: true", "teacher_model_name_or_path: t"], [
-            "teacher_model_name_or_path: has no effect with `teacher: self`"]),
-        (["teacher: self", "use_peft: true", "keep_every_nth_layer: 2"],
-            ["keep_every_nth_layer: the base that teaches would lack these layers too; leave `teacher: self` out"]),
-        (["teachers: [{name: a, teacher: self}]", "use_peft: true", "keep_layers: [0]"],
-            ["keep_layers: the base that teaches would lack these layers too"]),
-        (["teacher: self", "use_peft: true", "deepspeed: d.json"], ["deepspeed: no such file"]),
-        (["teacher: server", "teacher_server_top_k: 2000"], [
-            "teacher_server_top_k: expected a number of at most 1024", "teacher_server_base_url: missing",
-            "teacher_server_model: missing"]),
-        (["teacher_model_name_or_path: t", "teacher_column: c"], ["teacher_column: has no effect without `teachers`"]),
-        (["teacher_model_name_or_path: t", "teacher_offload: true", "fsdp: full_shard"], [
-            "teacher_offload: does not go with FSDP"]),
-        (["teachers: [{name: a}]"], ["teachers: a needs teacher_model_name_or_path"]),
-        (["teachers: [{name: a, teacher: self, wieght: 1}]"], ["[0].wieght: unknown key. Did you mean weight"]),
-        (["teachers: [{teacher: self}]"], ["[0]: name is missing"]),
-    ],
-)  # fmt: skip
-def test_what_validate_finds(lines, found):
-    with pytest.raises(ConfigError) as error:
-        check_text(START + "\n".join(lines), "my.yaml")
-    for message in found:
-        assert message in str(error.value)
-    assert str(error.value).count("my.yaml:") == max(len(found), 1) + (len(found) > 1), str(error.value)
 
 
 MISMATCHED = {

@@ -4,17 +4,16 @@ import contextlib
 from typing import Any
 
 import pytest
-from caches import captured, config, teacher_model, trainer_of
+from caches import STEP, captured, config, teacher_model, trainer_of
 from served import served
 from tiny import VOCAB, completions
 from trainings import assert_same_step, distill, measured
 
 from liger_trainer.kernels.divergence_kinds import KINDS as DIVERGENCES
 from liger_trainer.teachers.cache.store import read_index
-from liger_trainer.trainers import capture as cache_capture
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
-STEP = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.0, "bf16": False}
+
 TEST = completions(6, seed=4)
 KL_AND_CE = [{"type": "forward_kl", "weight": 0.8}, {"type": "ce", "weight": 0.25}]
 EVERY = [{"type": name, "weight": weight} for name, weight in (("forward_kl", 0.7), ("reverse_kl", 0.3), ("ce", 0.4))]
@@ -72,9 +71,7 @@ def teacher_of(tmp_path_factory):
         of_one_temperature = {"temperature": options.get("temperature", 1.0)} if not hidden else {}
         place = folder / f"{kind} {of_one_temperature}"
         if not place.exists():
-            with pytest.MonkeyPatch.context() as patch:  # in several shards
-                patch.setattr(cache_capture, "MIB", 2048)
-                captured(place, test=TEST, cache_shard_mb=1, **how, **of_one_temperature)
+            captured(place, test=TEST, mib=2048, cache_shard_mb=1, **how, **of_one_temperature)
             assert len(read_index(place).shards) > 3
         return {"teacher": "cache", "teacher_cache_dir": str(place), **how}
 

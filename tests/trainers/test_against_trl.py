@@ -53,14 +53,6 @@ def run(trainer_class, args, dataset):
     return steps
 
 
-def assert_same_run(got, want, rtol=1e-5):
-    assert len(got.losses) == len(want.losses) >= 3
-    assert got.losses == pytest.approx(want.losses, rel=rtol)
-    start = flat(tiny_model())
-    for ours, theirs in zip(got.weights, want.weights, strict=True):
-        assert (ours - theirs).norm() <= 1e-4 * (theirs - start).norm()
-
-
 def arguments(cls, **options):
     return train_args(cls, **{"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, **options})
 
@@ -68,7 +60,11 @@ def arguments(cls, **options):
 def assert_the_same_run(theirs, args_class, rows, rtol=1e-5, **options):
     """The run of TRL's trainer, and ours of the same arguments."""
     want, got = (run(cls, arguments(args_class, **options), rows) for cls in (theirs, LigerDistillTrainer))
-    assert_same_run(got, want, rtol)
+    assert len(got.losses) == len(want.losses) >= 3
+    assert got.losses == pytest.approx(want.losses, rel=rtol)
+    start = flat(tiny_model())
+    for ours, theirs in zip(got.weights, want.weights, strict=True):
+        assert (ours - theirs).norm() <= 1e-4 * (theirs - start).norm()
 
 
 # GKDTrainer
@@ -87,14 +83,13 @@ def test_gkd_on_the_datasets_completions(options):
 
 def test_gkds_temperature_is_that_of_sampling_alone():
     """In TRL 1.16 it has no effect on the loss. Its run is ours; with kd_temperature it has."""
-    options = {"lmbda": 0.0, "max_steps": 1}
-    cold, hot = (run(GKDTrainer, arguments(GKDConfig, **options, temperature=t), chats()).losses for t in (0.5, 4.0))
+    args = {t: arguments(GKDConfig, lmbda=0.0, max_steps=1, temperature=t) for t in (0.5, 4.0)}
+    cold, hot = (run(GKDTrainer, args[t], chats()).losses for t in args)
     assert cold == hot
-    ours = run(LigerDistillTrainer, arguments(GKDConfig, **options, temperature=4.0), chats())
-    assert ours.losses == pytest.approx(hot, rel=1e-5)
-    meant = from_trl(arguments(GKDConfig, **options, temperature=4.0), {"train_dataset": chats()})
-    meant[0].kd_temperature = None
-    assert abs(run(LigerDistillTrainer, meant[0], meant[1]["train_dataset"]).losses[0] / hot[0] - 1) > 0.05
+    assert run(LigerDistillTrainer, args[4.0], chats()).losses == pytest.approx(hot, rel=1e-5)
+    meant, given = from_trl(args[4.0], {"train_dataset": chats()})
+    meant.kd_temperature = None
+    assert abs(run(LigerDistillTrainer, meant, given["train_dataset"]).losses[0] / hot[0] - 1) > 0.05
 
 
 def answers(monkeypatch):
@@ -151,35 +146,35 @@ def chat_prompts(n=16):
     return Dataset.from_list([{"prompt": [{"role": "user", "content": p}]} for p in prompts(n)["prompt"]])
 
 
+GREEDY = {"generation_kwargs": {"do_sample": False}, "max_completion_length": 7}
+TWO_BATCHES = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "shuffle_dataset": False}
+
+
 @pytest.mark.parametrize(
     "options, rows",
     [
-        ({"beta": 0.3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}, prompts()),
-        ({"beta": 0.0, "temperature": 2.0}, chat_prompts()),
+        ({"beta": 0.3, **TWO_BATCHES}, prompts()), ({"beta": 0.0, "temperature": 2.0}, chat_prompts()),
         ({"optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 1.0}, chat_prompts()),
     ],
     ids=["accumulation", "temperature", "adam"],
-)
+)  # fmt: skip
 def test_distillation_trainer_on_the_students_own_greedy_completions(options, rows):
     """Nothing is stubbed: each trainer's student writes for itself, greedily, from weights that have moved."""
-    options |= {"generation_kwargs": {"do_sample": False}, "max_completion_length": 7, "shuffle_dataset": False}
+    options = {**options, **GREEDY, "shuffle_dataset": False}
     assert_the_same_run(DistillationTrainer, DistillationConfig, rows, 1e-4, **options)
 
 
 def test_distillation_trainer_on_completions_of_different_lengths(monkeypatch):
     answers(monkeypatch)
-    options = {"shuffle_dataset": False, "max_completion_length": 5, "gradient_accumulation_steps": 2,
-               "per_device_train_batch_size": 2}  # fmt: skip
-    assert_the_same_run(DistillationTrainer, DistillationConfig, prompts(), **options)
+    assert_the_same_run(DistillationTrainer, DistillationConfig, prompts(), max_completion_length=5, **TWO_BATCHES)
 
 
 def test_an_evaluation_on_prompts_alone():
-    options, rows = {"generation_kwargs": {"do_sample": False}, "max_completion_length": 7}, prompts(4)
     theirs, ours = (
-        trainer_of(cls, arguments(DistillationConfig, **options), rows, eval_dataset=rows, tools=None).evaluate()
+        trainer_of(cls, arguments(DistillationConfig, **GREEDY), prompts(4), eval_dataset=prompts(4), tools=None)
         for cls in (DistillationTrainer, LigerDistillTrainer)
     )
-    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
 
 
 # Arguments
@@ -236,10 +231,8 @@ def test_tools_are_refused_and_a_field_that_nobody_knows():
 
 
 def test_rows_of_gkd_keep_their_datasets():
-    _, arguments_ = from_trl(
-        arguments(GKDConfig), {"train_dataset": chats(2), "eval_dataset": {"a": chats(3), "b": completions(2)}}
-    )
-    assert set(arguments_["train_dataset"].column_names) == {"prompt", "completion"}
-    assert [m["role"] for m in arguments_["train_dataset"][0]["prompt"]] == ["user", "assistant", "user"]
-    assert arguments_["eval_dataset"]["b"].column_names == ["prompt", "completion"]
-    assert len(arguments_["eval_dataset"]["a"][0]["completion"]) == 1
+    given = {"train_dataset": chats(2), "eval_dataset": {"a": chats(3), "b": completions(2)}}
+    _, ours = from_trl(arguments(GKDConfig), given)
+    assert [m["role"] for m in ours["train_dataset"][0]["prompt"]] == ["user", "assistant", "user"]
+    assert ours["eval_dataset"]["b"].column_names == ["prompt", "completion"]
+    assert len(ours["eval_dataset"]["a"][0]["completion"]) == 1

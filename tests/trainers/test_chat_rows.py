@@ -14,7 +14,6 @@ from liger_trainer.config.run_config import load_run_config
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import check_student, open_model
-from liger_trainer.run.samples import held_out_prompts
 from liger_trainer.tools.preview import preview
 from liger_trainer.trainers import chat_template as chat_checks
 from liger_trainer.trainers.chat_rows import in_messages, split_last
@@ -57,7 +56,7 @@ OF_PAIRS = [
     }
     for i, row in enumerate(OF_ALPACA)
 ]
-EQUAL = [(OF_SHAREGPT, OF_MESSAGES), (OF_ALPACA, OF_PAIRS)]
+EQUAL = [(OF_SHAREGPT, OF_MESSAGES), (OF_ALPACA, OF_PAIRS), ([{"conversations": chat} for chat in CHATS], OF_MESSAGES)]
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def seen(run, rows: list[dict], *overrides: str) -> list:
 
 
 @pytest.mark.parametrize(
-    ("data", "options"), [(0, ()), (0, ("assistant_only_loss=true",)), (0, ("last_turn_only=true",)), (1, ())]
+    ("data", "options"), [(0, ()), (0, ("assistant_only_loss=true",)), (0, ("last_turn_only=true",)), (1, ()), (2, ())]
 )
 def test_preview_shows_the_same_text_and_the_same_supervised_tokens(run, data, options):
     theirs, ours = EQUAL[data]
@@ -96,20 +95,15 @@ def test_preview_shows_the_same_text_and_the_same_supervised_tokens(run, data, o
     assert all("<user>" in str(row) and "<assistant>" in str(row) and "<unk>" not in str(row) for row in got)
 
 
-def test_of_alpaca_the_output_alone_is_learned_and_of_sharegpt_every_token(run):
+def test_of_alpaca_the_output_is_learned_and_of_sharegpt_every_token(run):
     def learned(rows, *options):
-        return [
-            [(piece.text.split()[-1], piece.supervised) for [*row] in seen(run, rows, *options)[:1] for piece in row[0]]
-        ]
+        (document,) = seen(run, rows, *options)[0]
+        return [(piece.text.split()[-1], piece.supervised) for piece in document]
 
-    assert learned(OF_ALPACA) == [[("<assistant>", False), ("<eos>", True)]]
-    assert learned(OF_ALPACA, "completion_only_loss=false") == [[("<user>", False), ("<eos>", True)]]
-    assert learned(OF_SHAREGPT) == [[("<user>", False), ("<eos>", True)]]  # the first token is never predicted
-
-
-def test_the_last_turn_alone(run):
-    rows = [{"conversations": chat} for chat in SHAREGPT if len(chat) > 3]
-    for (document,) in seen(run, rows, "last_turn_only=true"):
+    answer, all_ = [("<assistant>", False), ("<eos>", True)], [("<user>", False), ("<eos>", True)]
+    assert learned(OF_ALPACA) == answer and learned(OF_ALPACA, "completion_only_loss=false") == all_
+    assert learned(OF_SHAREGPT) == all_  # the first token is never predicted
+    for (document,) in seen(run, [row for row in OF_SHAREGPT if len(row["conversations"]) > 3], "last_turn_only=true"):
         assert [piece.supervised for piece in document] == [False, True]
         assert document[0].text.count("<assistant>") == 2
 
@@ -121,58 +115,58 @@ def test_stanfords_prompt_as_a_message_and_as_text(run):
     rows = [{"instruction": "Add.", "input": "2 and 2", "output": "4"}, {"instruction": "Hello", "output": "Hi."}] * 2
     with_input = ", paired with an input that provides further context"
     asked = {
-        "Add.": STANFORD.format(with_input) + "\n\n### Instruction:\nAdd.\n\n### Input:\n2 and 2\n\n### Response:",
-        "Hello": STANFORD.format("") + "\n\n### Instruction:\nHello\n\n### Response:",
+        "4": STANFORD.format(with_input) + "\n\n### Instruction:\nAdd.\n\n### Input:\n2 and 2\n\n### Response:",
+        "Hi.": STANFORD.format("") + "\n\n### Instruction:\nHello\n\n### Response:",
     }
-    answers = {"Add.": "4", "Hello": "Hi."}
     text, chat = run(rows, "alpaca_prompt=stanford_text")[1].train, run(rows, "alpaca_prompt=stanford")[1].train
-    assert {(row["prompt"], row["completion"]) for row in text} == {(asked[i] + "\n", answers[i]) for i in asked}
-    assert {(row["prompt"][0]["content"], row["completion"][0]["content"]) for row in chat} == {
-        (asked[i], answers[i]) for i in asked
-    }
+    assert {row["completion"]: row["prompt"] for row in text} == {i: f"{prompt}\n" for i, prompt in asked.items()}
+    assert {row["completion"][0]["content"]: row["prompt"][0]["content"] for row in chat} == asked
     trainer = trainer_of(rows, config=LigerConfig, alpaca_prompt="stanford_text", max_length=None)  # and in Python
     tokenizer = tiny_tokenizer()
-    assert trainer.train_dataset[0]["input_ids"] == tokenizer(asked["Add."] + "\n4<eos>")["input_ids"]
+    assert trainer.train_dataset[0]["input_ids"] == tokenizer(asked["4"] + "\n4<eos>")["input_ids"]
     assert trainer.train_dataset[0]["labels"][-3:] == [-100, *tokenizer("4 <eos>")["input_ids"]]
 
 
 ALPACA, TEXT = {"instruction": "w1", "output": "w2"}, {"text": "w1 w2"}
 DO_NOT_FIT = [
-    (
-        {**ALPACA, "system": "w3"},
-        ["alpaca_prompt=stanford_text"],
-        "stanford_text has no place for the system prompt",
-    ),
+    ({**ALPACA, "system": "w3"}, ["alpaca_prompt=stanford_text"], "stanford_text has no place for the system prompt"),
     (OF_MESSAGES[0], ["alpaca_prompt=stanford"], "alpaca_prompt: needs the columns instruction and output;"),
     (TEXT, ["supervised_part=content"], "supervised_part: needs rows of chat messages"),
     (ALPACA, ["supervised_part=content", "alpaca_prompt=stanford_text"], "supervised_part: needs rows of chat messag"),
     (TEXT, ["last_turn_only=true"], "last_turn_only: needs rows of chat messages; the rows have plain text"),
+    # rows that are no such rows
+    ({"instruction": "w1", "output": None}, [], r"rows.jsonl:\d: .*column 'output': expected text, got null"),
+    ({**ALPACA, "input": 3}, [], r"rows.jsonl:\d: .*column 'input': expected text or null, got an integer"),
+    ({**ALPACA, "history": [["w3"]]}, [], r"rows.jsonl:\d: .*column 'history': expected pairs"),
+    ({"conversations": SHAREGPT[1][:1], "system": 3}, [], r"rows.jsonl:\d: .*column 'system': expected text or null"),
+    ({"conversations": [{"from": "human", "text": "w1"}]}, [], "expected a list of {from, value} messages"),
 ]
 
 
 @pytest.mark.parametrize(("row", "options", "message"), DO_NOT_FIT)
-def test_keys_that_the_rows_do_not_fit(run, row, options, message):
+def test_rows_that_do_not_fit_their_form_or_the_keys(run, row, options, message):
     with pytest.raises((ConfigError, DataError), match=message):
         run([row] * 4, *options)
 
 
-@pytest.mark.parametrize(("theirs", "ours"), EQUAL, ids=["sharegpt", "alpaca"])
-def test_training_and_capture_in_python(theirs, ours, tmp_path):
+@pytest.mark.parametrize("data", [0, 1], ids=["sharegpt", "alpaca"])
+def test_training_and_capture_in_python(data, tmp_path):
     """The trainer and the capture read such a dataset themselves, streamed or not."""
-    theirs, ours = Dataset.from_list(theirs), Dataset.from_list(ours)
-    if "text" in theirs.column_names:
-        theirs = theirs.remove_columns("text")
+    theirs, ours = (Dataset.from_list(rows) for rows in EQUAL[data])
+    theirs = theirs.remove_columns("text") if data else theirs
 
     def prepared(rows, **options):
         trainer = trainer_of(rows, max_length=64, max_steps=1, **options)
         return [(row["input_ids"], row["labels"]) for row in trainer.train_dataset]
 
-    assert prepared(theirs) == prepared(ours)
+    def captured(rows):
+        args = train_args(LigerDistillConfig, teacher="cache", teacher_cache_dir=str(tmp_path / "cache"), max_length=64)
+        rows = prepare_rows(args, tiny_tokenizer(), rows).datasets["train"]
+        return rows["input_ids"][:], rows["labels"][:]
+
+    assert prepared(theirs) == prepared(ours) == prepared(theirs.to_iterable_dataset())
     assert prepared(theirs, assistant_only_loss=True) == prepared(ours, assistant_only_loss=True)
-    assert prepared(theirs.to_iterable_dataset()) == prepared(ours)
-    args = train_args(LigerDistillConfig, teacher="cache", teacher_cache_dir=str(tmp_path / "cache"), max_length=64)
-    captured = [prepare_rows(args, tiny_tokenizer(), rows).datasets["train"] for rows in (theirs, ours)]
-    assert captured[0]["input_ids"] == captured[1]["input_ids"] and captured[0]["labels"] == captured[1]["labels"]
+    assert captured(theirs) == captured(ours)
 
 
 def test_a_column_of_text_that_is_named_is_read_as_text(run):
@@ -187,21 +181,11 @@ def test_system_prompts_and_history_of_their_own_columns(run):
     assert [(m["role"], m["content"]) for m in row["prompt"]] == [
         ("system", "w3"), ("user", "w4"), ("assistant", "w5"), ("user", "w1"),
     ]  # fmt: skip
-    sharegpt = [{"conversations": chat, "system": "w9"} for chat in SHAREGPT[:4]]
-    for row in run(sharegpt)[1].train:
+    for row in run([{"conversations": chat, "system": "w9"} for chat in SHAREGPT[:4]])[1].train:
         systems = [m["content"] for m in row["messages"] if m["role"] == "system"]
         assert systems in (["w9"], [CHATS[0][0]["content"]], [CHATS[3][0]["content"]])  # the row's own goes first
-
-
-def test_conversations_of_role_and_content(run):
-    ours = [{"conversations": chat} for chat in CHATS]
-    assert seen(run, ours) == seen(run, OF_MESSAGES)
-
-
-def test_held_out_prompts_end_before_the_last_answer(run):
-    config, data, files = run(OF_SHAREGPT)
-    for prompt in held_out_prompts(config, data, files.tokenizer):
-        assert files.tokenizer.decode(prompt.input_ids).endswith("<assistant>") and prompt.reference
+    read = in_messages(Dataset.from_list([{"conversations": [], "system": "s"}]))
+    assert read[0]["messages"] == [{"role": "system", "content": "s"}]
 
 
 @pytest.mark.parametrize("key", ["conversations", "messages"])
@@ -308,37 +292,19 @@ def test_a_template_of_a_file_or_of_another_model_is_the_one_that_is_asked(run, 
         run(rows)
 
 
-@pytest.mark.parametrize(
-    ("row", "complaint"),
-    [
-        ({"instruction": "w1", "output": None}, "column 'output': expected text, got null"),
-        ({"instruction": "w1", "output": "w2", "input": 3}, "column 'input': expected text or null, got an integer"),
-        ({"instruction": "w1", "output": "w2", "history": [["w3"]]}, "column 'history': expected pairs"),
-        ({"conversations": [{"from": "human", "value": "w1"}], "system": 3}, "column 'system': expected text or null"),
-        ({"conversations": [{"from": "human", "text": "w1"}]}, "expected a list of {from, value} messages"),
-    ],
-)
-def test_wrong_rows(run, row, complaint):
-    with pytest.raises(DataError, match=rf"rows.jsonl:\d: .*{complaint}"):
-        run([row] * 4)
-
-
-def test_what_follows_the_last_answer_is_left_out():
+def test_what_follows_the_last_answer_is_left_out_and_prompts_are_left_as_they_are():
     chat = [*turns(1), {"role": "user", "content": "w30"}]
     rows = split_last(Dataset.from_list([{"messages": chat}, {"messages": chat[:-1]}]))
     assert rows[0] == rows[1] == {"prompt": chat[:3], "completion": [chat[3]]}
+    pairs = Dataset.from_list(OF_PAIRS)
+    assert split_last(pairs) is pairs
+    assert isinstance(split_last(Dataset.from_list(OF_MESSAGES).to_iterable_dataset()), IterableDataset)
 
 
 @pytest.mark.parametrize("chat", [[], turns(0)[:1], turns(0)[1:]], ids=["nothing", "a question", "an answer"])
 def test_a_row_without_a_turn_to_learn_is_named(chat):
     with pytest.raises(DataError, match="row 1: only the last answer is to be learned"):
         split_last(Dataset.from_list([{"messages": turns(0)}, {"messages": chat}]))
-
-
-def test_splitting_leaves_prompts_as_they_are():
-    rows = Dataset.from_list(OF_PAIRS)
-    assert split_last(rows) is rows
-    assert isinstance(split_last(Dataset.from_list(OF_MESSAGES).to_iterable_dataset()), IterableDataset)
 
 
 def test_what_trl_refuses_is_refused_in_its_words():
@@ -348,8 +314,3 @@ def test_what_trl_refuses_is_refused_in_its_words():
         trainer_of(OF_MESSAGES, processing_class=tokenizer)
     with pytest.raises(TypeError, match="must be a `Dataset` or `IterableDataset`"):
         sft(data=OF_MESSAGES)
-
-
-def test_a_conversation_of_a_system_prompt_alone_is_read():
-    rows = in_messages(Dataset.from_list([{"conversations": [], "system": "s"}]))
-    assert rows[0]["messages"] == [{"role": "system", "content": "s"}]

@@ -14,12 +14,13 @@ from held_folders import held_by_a_child
 from peft import PrefixTuningConfig, PromptEncoderConfig
 from processes import run_on
 from tiny import completions, tiny_model
-from trainings import logged, sft, trained
+from trainings import OnStep, logged, sft, trained
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
-from liger_trainer.common.checkpoints import MANIFEST, STAGING, checkpoints_in, damage, rotate, write_manifest
+from liger_trainer.common import checkpoints
+from liger_trainer.common.checkpoints import MANIFEST, STAGING, checkpoints_in, damage, write_manifest
 from liger_trainer.common.files import STATE
 from liger_trainer.errors import ConfigError, CorruptError
 
@@ -102,7 +103,7 @@ def test_where_none_is_whole_all_reasons_are_said(out):
         make(out / "empty").train(True)
 
 
-def test_checkpoints_of_another_trainer_are_taken_with_a_note(tmp_path):
+def test_checkpoints_of_another_trainer_and_of_the_model_alone_are_taken_with_a_note(tmp_path):
     make(tmp_path, cls=SFTTrainer, steps=2).train()
     with pytest.warns(UserWarning, match="checkpoint-2 has no manifest"):
         make(tmp_path, steps=3).train(True)
@@ -111,33 +112,19 @@ def test_checkpoints_of_another_trainer_are_taken_with_a_note(tmp_path):
         make(tmp_path).train(str(tmp_path / "checkpoint-2"))
     (tmp_path / "checkpoint-3" / MANIFEST).unlink()
     assert "manifest.json is missing, which it was saved with" in str(damage(tmp_path / "checkpoint-3"))
+    make(tmp_path / "model", steps=2, save_only_model=True).train()
+    with pytest.warns(UserWarning, match="holds only the model: optimizer and schedule start again"):
+        make(tmp_path / "model", steps=3, save_only_model=True).train(True)
 
 
-def test_a_training_that_is_done_makes_no_further_step(out, whole):
-    trainer = make(out)
-    trainer.train(True)
-    trainer.save_model(str(out))
-    assert trainer.state.global_step == 4 and weights(out) == weights(whole / "checkpoint-4")
-
-
-class Dies(TrainerCallback):
-    """Ends training while files of the third checkpoint are written, as a full disk would."""
-
-    def __init__(self, trainer):
-        self.trainer = trainer
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-
-            def full(*_):
-                raise OSError(28, "No space left on device")
-
-            self.trainer._save_rng_state = full
+def full(*_):
+    raise OSError(28, "No space left on device")
 
 
 def test_what_is_not_whole_has_no_name_and_costs_no_older_one(tmp_path, whole):
+    """A training ends while files of the third checkpoint are written, as by a full disk."""
     trainer = make(tmp_path, save_total_limit=1)
-    trainer.add_callback(Dies(trainer))
+    trainer.add_callback(OnStep(lambda: trainer.state.global_step == 3 and setattr(trainer, "_save_rng_state", full)))
     with pytest.raises(OSError, match="No space left"):
         trainer.train()
     assert names(tmp_path) == ["checkpoint-2"] and not (tmp_path / STAGING / "checkpoint-3").exists()
@@ -147,8 +134,6 @@ def test_what_is_not_whole_has_no_name_and_costs_no_older_one(tmp_path, whole):
 
 
 def test_older_ones_stay_until_the_new_one_is_read_back(tmp_path, monkeypatch):
-    from liger_trainer.common import checkpoints
-
     write = checkpoints.write_manifest
 
     def broken(folder):
@@ -170,8 +155,7 @@ FIRST_IS_BEST = {
 
 def test_the_best_checkpoint_is_known_by_its_name_kept_and_loaded(tmp_path):
     teacher = {"cls": LigerDistillTrainer, "config": LigerDistillConfig, "teacher_model": tiny_model(seed=3)}
-    trainer = make(tmp_path, **teacher, **{**FIRST_IS_BEST, "save_total_limit": 1})
-    seen = []
+    trainer, seen = make(tmp_path, **teacher, **{**FIRST_IS_BEST, "save_total_limit": 1}), []
 
     class Seen(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
@@ -184,9 +168,14 @@ def test_the_best_checkpoint_is_known_by_its_name_kept_and_loaded(tmp_path):
     assert json.loads((best / STATE).read_text())["best_model_checkpoint"] == str(best)
     trainer.save_model(str(tmp_path))
     assert weights(tmp_path) == weights(best) and seen == [True] * 4
-    flip(best / "model.safetensors")
+
+
+def test_a_best_checkpoint_that_is_damaged_is_not_loaded(tmp_path):
+    trainer = make(tmp_path, steps=2, **FIRST_IS_BEST)
+    best = tmp_path / "checkpoint-1/model.safetensors"
+    trainer.add_callback(OnStep(lambda: trainer.state.global_step == 2 and flip(best)))
     with pytest.raises(CorruptError, match="checkpoint-1 is damaged: model.safetensors is not what was written"):
-        trainer._load_best_model()
+        trainer.train()
 
 
 @pytest.fixture(scope="module")
@@ -261,16 +250,17 @@ def test_weights_that_files_have_under_other_names_are_read_back(tmp_path, monke
         assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-6)
 
 
+ENCODER = {"num_virtual_tokens": 3, "encoder_hidden_size": 8, "task_type": "CAUSAL_LM"}
+
+
 @pytest.mark.parametrize(
     "adapters",
     [
-        PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, encoder_reparameterization_type="LSTM"),
-        PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, encoder_reparameterization_type="MLP"),
-        PrefixTuningConfig(num_virtual_tokens=3, encoder_hidden_size=8, prefix_projection=True),
+        *(PromptEncoderConfig(**ENCODER, encoder_reparameterization_type=kind) for kind in ("LSTM", "MLP")),
+        PrefixTuningConfig(**ENCODER, prefix_projection=True),
     ],
 )
 def test_what_makes_prompts_is_in_checkpoints(tmp_path, adapters):
-    adapters.task_type = "CAUSAL_LM"
     options = {"peft_config": adapters, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     whole = trained(make(tmp_path, steps=3, learning_rate=1e-2, **options))
     shutil.rmtree(tmp_path / "checkpoint-3")
@@ -278,8 +268,8 @@ def test_what_makes_prompts_is_in_checkpoints(tmp_path, adapters):
     resumed = trained(make(tmp_path, steps=3, learning_rate=1e-2, **options), True)
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    (tmp_path / "checkpoint-3" / "prompt_encoder.safetensors").unlink()
-    (tmp_path / "checkpoint-3" / MANIFEST).unlink()
+    for name in ("prompt_encoder.safetensors", MANIFEST):
+        (tmp_path / "checkpoint-3" / name).unlink()
     write_manifest(tmp_path / "checkpoint-3")
     with pytest.raises(ConfigError, match="has no prompt_encoder.safetensors: an earlier version"):
         make(tmp_path, steps=4, **options).train(True)
@@ -287,29 +277,26 @@ def test_what_makes_prompts_is_in_checkpoints(tmp_path, adapters):
 
 def test_a_checkpoint_is_pushed_under_its_name_when_it_is_whole(tmp_path, monkeypatch):
     pushed = []
+
+    def push(self, folder):
+        pushed.append((folder, damage(Path(folder), contents=True)))
+
     monkeypatch.setattr(SFTTrainer, "init_hf_repo", lambda *_, **__: None)
-    monkeypatch.setattr(
-        SFTTrainer, "_push_from_checkpoint", lambda self, folder: pushed.append((folder, damage(Path(folder), True)))
-    )
+    monkeypatch.setattr(SFTTrainer, "_push_from_checkpoint", push)
     make(tmp_path, steps=2, push_to_hub=True, hub_strategy="checkpoint").train()
     assert pushed == [(str(tmp_path / f"checkpoint-{step}"), None) for step in (1, 2)]
 
 
-def test_the_model_alone_can_be_saved_and_is_said_to_be_alone(tmp_path):
-    make(tmp_path, steps=2, save_only_model=True).train()
-    with pytest.warns(UserWarning, match="holds only the model: optimizer and schedule start again"):
-        make(tmp_path, steps=3, save_only_model=True).train(True)
-
-
-def test_a_run_that_went_back_replaces_the_checkpoints_that_it_comes_by(out, whole):
+def test_a_run_that_is_done_makes_no_further_step_and_one_that_went_back_replaces_what_it_comes_by(out, whole):
+    trainer = make(out)
+    trainer.train(True)
+    trainer.save_model(str(out))
+    assert trainer.state.global_step == 4 and weights(out) == weights(whole / "checkpoint-4")
     make(out, save_total_limit=2).train(str(out / "checkpoint-1"))
     assert names(out) == ["checkpoint-3", "checkpoint-4"]
     assert weights(out / "checkpoint-4") == weights(whole / "checkpoint-4")
-
-
-def test_steps_that_a_run_went_back_from_go_first(out):
-    rotate(out / "checkpoint-2", limit=2, best=None)
-    assert names(out) == ["checkpoint-1", "checkpoint-2"]
+    make(out, steps=2, save_total_limit=1).train()  # the steps that it went back from go first
+    assert names(out) == ["checkpoint-2"]
 
 
 def test_no_second_process_trains_in_the_folder(out):

@@ -12,8 +12,7 @@ from processes import run_on
 from safetensors import safe_open
 from splits import QUICK, ROWS, SPLITS, capture_gradients, one_step
 from tiny import VOCAB, chats, completions, texts, tiny_model, tiny_tokenizer, train_args
-from trainings import a_teacher, distill, logged, sft, trained
-from transformers import TrainerCallback
+from trainings import OnStep, a_teacher, distill, logged, trained
 from trl import SFTConfig
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, PatchOptions, patch
@@ -90,25 +89,20 @@ def test_the_layers_of_student_and_teacher_are_patched_and_said_so(capsys):
     assert {"RMSNorm", "SwiGLU", "rope", "fused loss"} <= set(trainer.patched.report.swapped)
     assert {"RMSNorm", "GEGLU"} <= set(trainer.teacher_patched.report.swapped)
     out = capsys.readouterr().out
-    assert f"liger-trainer: {trainer.patched.report}\n" in out
-    assert f"liger-trainer: teacher: {trainer.teacher_patched.report}\n" in out
-
-
-def test_liger_kernel_config_is_of_both_and_a_teacher_that_was_patched_before_stays_so():
+    for name, record in (("", trainer.patched), ("teacher: ", trainer.teacher_patched)):
+        assert f"liger-trainer: {name}{record.report}\n" in out
     trainer = distill(liger_kernel_config={"rms_norm": False}, use_liger_kernel=True)
     for record in (trainer.patched, trainer.teacher_patched):
         assert "RMSNorm" not in record.report.swapped and "rope" in record.report.swapped
+
+
+def test_a_teacher_that_was_patched_before_stays_so_and_one_with_nothing_to_replace_is_as_good():
     record = patch(teacher := a_teacher(), geglu=False)
     trainer = trained(distill(teacher=teacher, max_steps=1))
     assert trainer.teacher_patched is record and record.fused is not None
-
-
-def test_a_teacher_with_nothing_to_replace_is_as_good():
-    every = {f.name: False for f in dataclasses.fields(PatchOptions) if f.name != "fused_linear_cross_entropy"}
-    del every["cross_entropy"]
-    none, all_ = (trained(distill(liger_kernel_config=config, max_steps=1)) for config in (every, None))
-    assert none.teacher_patched is None and all_.teacher_patched is not None
-    assert logged(none) == pytest.approx(logged(all_), rel=1e-5)
+    parts = {field.name for field in dataclasses.fields(PatchOptions)} - {"fused_linear_cross_entropy", "cross_entropy"}
+    none = trained(distill(liger_kernel_config=dict.fromkeys(parts, False), max_steps=1))
+    assert none.teacher_patched is None and logged(none) == pytest.approx(logged(trainer), rel=1e-5)
 
 
 # The objective
@@ -133,37 +127,15 @@ def test_temperature_squared_scales_value_and_gradient():
     assert abs(cold_logs["loss"] - logs["loss"]) > 1e-2 and (cold - gradient).norm() > 1e-2 * cold.norm()
 
 
-def test_temperature_and_its_square_leave_cross_entropy_alone():
-    (logs, gradient), (hot_logs, hot) = (gradient_of(losses=[{"type": "ce"}], temperature=t) for t in (1.0, 4.0))
-    assert logs["loss"] == hot_logs["loss"] == pytest.approx(logs["ce_loss"], rel=1e-5)
-    assert torch.equal(gradient, hot)
-
-
-@pytest.mark.parametrize(
-    "options, weights",
-    [
-        ({}, {"forward_kl": 1.0}),
-        ({"beta": 1.0}, {"reverse_kl": 1.0}),
-        ({"beta": 0.4}, {"jsd": 1.0}),
-        ({"losses": '[{"type": "reverse_kl"}, {"type": "jsd", "weight": 0.5}]', "beta": 0.5},
-         {"reverse_kl": 1.0, "jsd": 0.5}),
-        ({"losses": [{"type": "ce", "weight": 0.3}]}, {}),
-    ],
-)  # fmt: skip
-def test_what_the_options_mean(options, weights):
-    config = train_args(LigerDistillConfig, **options)
-    how = config.distillation(50)
-    assert how.weights == weights
-    assert how.beta == config.beta and how.vocab_size == 50 and how.temperature == 1.0
-    assert how.ce_weight == (0.3 if "'ce'" in str(options) else 0.0)
-
-
-def test_label_smoothing_is_of_the_cross_entropy():
+def test_label_smoothing_is_of_the_cross_entropy_and_temperatures_are_not():
     losses = [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}]
     (logs, _), (smooth, _) = (gradient_of(losses=losses, label_smoothing_factor=x) for x in (0.0, 0.3))
     assert logs["loss"] == pytest.approx(logs["kd_loss"] + 0.5 * logs["ce_loss"], rel=1e-5)
     assert smooth["loss"] > logs["loss"] + 1e-3
     assert smooth["kd_loss"] == pytest.approx(logs["kd_loss"], rel=1e-6)
+    (logs, gradient), (hot_logs, hot) = (gradient_of(losses=[{"type": "ce"}], temperature=t) for t in (1.0, 4.0))
+    assert logs["loss"] == hot_logs["loss"] == pytest.approx(logs["ce_loss"], rel=1e-5)
+    assert torch.equal(gradient, hot)
 
 
 def test_a_mixture_of_experts_learns_with_its_auxiliary_loss():
@@ -220,15 +192,11 @@ def test_lora_students_train_adapters_only():
     assert all(torch.equal(now[name], p) for name, p in before.items())
 
 
-def test_a_callback_that_leaves_eval_mode_leaves_the_log_of_its_step_alone():
-    class Generate(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            model.eval()
-
+def test_a_callback_that_leaves_eval_mode_does_not_change_the_log_of_its_step():
     options = {"max_steps": 2, "schedules": {"temperature": {"to": 2.0}}}
-    alone, trainer = distill(**options), distill(**options)
-    trainer.add_callback(Generate())
-    want, got = ([log for log in trained(t).state.log_history if "loss" in log] for t in (alone, trainer))
+    plain, trainer = distill(**options), distill(**options)
+    trainer.add_callback(OnStep(trainer.model.eval))  # as one that generates
+    want, got = ([log for log in trained(t).state.log_history if "loss" in log] for t in (plain, trainer))
     assert len(got) == 2 and got == want and "kd_loss" in got[0]
 
 
@@ -261,9 +229,6 @@ def test_the_teacher_is_frozen_and_no_part_of_what_is_trained_and_saved(tmp_path
 
 
 def with_dropout(model, p=0.5):
-    for name in ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
-        if hasattr(model.config, name):
-            setattr(model.config, name, p)
     model.config.attention_dropout = p
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
@@ -273,8 +238,8 @@ def with_dropout(model, p=0.5):
     return model
 
 
-def losses_of(teacher=None, **options):
-    return logged(trained(distill(teacher=teacher, data=completions(4), max_steps=2, learning_rate=0.0, **options)))
+def losses_of(**options):
+    return logged(trained(distill(data=completions(4), max_steps=2, learning_rate=0.0, **options)))
 
 
 def test_the_teachers_dropout_is_off_and_the_students_can_be():
@@ -288,81 +253,50 @@ def test_the_teachers_dropout_is_off_and_the_students_can_be():
 
 def test_a_teacher_by_its_directory(tmp_path):
     a_teacher().save_pretrained(tmp_path)
-    named = {"teacher_model": None, "teacher_model_name_or_path": str(tmp_path)}
-    trainer = sft(data=completions(4), cls=LigerDistillTrainer, config=LigerDistillConfig, max_steps=2,
-                  learning_rate=0.0, **named)  # fmt: skip
+    trainer = distill(teacher=str(tmp_path), data=completions(4), max_steps=2, learning_rate=0.0)
     assert trainer.teacher.dtype == torch.float32 and not trainer.teacher.training
     assert trainer.teacher_model is trainer.teacher  # its name in TRL's trainers
-    assert logged(trained(trainer)) == losses_of()
-
-
-def test_the_teachers_own_dtype(tmp_path):
-    a_teacher().save_pretrained(tmp_path)
-    trainer = distill(teacher=str(tmp_path), teacher_model_init_kwargs='{"dtype": "bfloat16"}', data=completions(4),
-                      max_steps=1, learning_rate=0.0)  # fmt: skip
-    assert trainer.teacher.dtype == torch.bfloat16 and trainer.model.dtype == torch.float32
-    got, want = logged(trained(trainer))[0], losses_of()[0]
-    assert got == pytest.approx(want, rel=0.05) and got != want  # the teacher's rounding, and no more
-
-
-@pytest.mark.parametrize("bf16, dtype", [(False, "float32"), (True, "bfloat16")])
-def test_what_reaches_the_loading_of_a_teacher(monkeypatch, bf16, dtype):
-    seen = {}
-
-    def create_model_from_path(path, **kwargs):
-        seen.update(path=path, **kwargs)
-        return tiny_model("phi"), {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
-
-    monkeypatch.setattr("liger_trainer.teachers.model.create_model_from_path", create_model_from_path)
-    options = {"teacher_model_revision": "v2", "teacher_model_init_kwargs": {"attn_implementation": "eager"}}
-    distill(teacher="some/teacher", bf16=bf16, **options)
-    assert seen == {
-        "path": "some/teacher", "revision": "v2", "attn_implementation": "eager", "trust_remote_code": False,
-        "dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True,
-    }  # fmt: skip
+    want = losses_of()
+    assert logged(trained(trainer)) == losses_of(teacher_model_name_or_path=str(tmp_path)) == want
+    rounded = losses_of(teacher=str(tmp_path), teacher_model_init_kwargs='{"dtype": "bfloat16"}')
+    assert rounded == pytest.approx(want, rel=0.05) and rounded != want  # the teacher's rounding, and no more
 
 
 # Errors
 
 
 def test_the_configuration_survives_json():
-    config = train_args(LigerDistillConfig, losses=LOSSES, teacher_model_init_kwargs={"dtype": "float32"}, beta=0.3)
-    again = LigerDistillConfig(**{
-        name: value for name, value in json.loads(config.to_json_string()).items()
-        if name in ("losses", "teacher_model_init_kwargs", "beta")
-    }, output_dir=config.output_dir, bf16=False, use_cpu=True)  # fmt: skip
-    assert again.distillation() == config.distillation()
+    given = {"losses": LOSSES, "teacher_model_init_kwargs": {"dtype": "float32"}, "beta": 0.3}
+    config = train_args(LigerDistillConfig, **given)
+    written = json.loads(config.to_json_string())
+    again = train_args(LigerDistillConfig, **{name: written[name] for name in given})
+    as_text = train_args(LigerDistillConfig, **{**given, "losses": json.dumps(LOSSES)})
+    assert again.distillation() == as_text.distillation() == config.distillation()
 
 
 def test_wrong_arguments_of_the_trainer():
-    def trainer(model, **kwargs):
-        return LigerDistillTrainer(model, train_dataset=completions(), processing_class=tiny_tokenizer(), **kwargs)
-
-    with pytest.raises(ConfigError, match="args must be a LigerDistillConfig, got SFTConfig"):
-        trainer(tiny_model(), teacher_model=tiny_model(), args=train_args(SFTConfig))
-    with pytest.raises(ConfigError, match="args must be a LigerDistillConfig, got NoneType"):
-        trainer(tiny_model(), teacher_model=tiny_model())
-    args = train_args(LigerDistillConfig)
-    with pytest.raises(ConfigError, match="No teacher was given: pass teacher_model, or set teacher_model_name_or_p"):
-        trainer(tiny_model(), args=args)
-    for options in ({}, {"teacher": "self"}):  # in the arguments of a capture it says where to
-        elsewhere = train_args(LigerDistillConfig, teacher_cache_dir="c", **options)
-        with pytest.raises(ConfigError, match="teacher_cache_dir has no effect with teacher='"):
-            trainer(tiny_model(), args=elsewhere)
-    student = tiny_model()
-    with pytest.raises(ConfigError, match="The student cannot be its own teacher"):
-        trainer(student, teacher_model=student, args=args)
+    student, other, small = tiny_model(), tiny_model(), tiny_model(vocab_size=40, pad_token_id=1, eos_token_id=2)
     adapters = get_peft_model(student, LoraConfig(target_modules=["q_proj"]))
-    for options in ({"teacher_model": student}, {"teacher_model": {"a": student, "b": tiny_model()}}):
-        with pytest.raises(ConfigError, match="its own teacher.*teacher='self'"):
-            trainer(adapters, args=args, **options)
+    elsewhere = [train_args(LigerDistillConfig, teacher_cache_dir="c", teacher=kind) for kind in ("model", "self")]
+    of_a_capture = "teacher_cache_dir has no effect with teacher='"  # where it says where to
+    for given, message in (
+        ({"args": train_args(SFTConfig)}, "args must be a LigerDistillConfig, got SFTConfig"),
+        ({"args": None}, "args must be a LigerDistillConfig, got NoneType"),
+        ({"teacher_model": None}, "No teacher was given: pass teacher_model, or set teacher_model_name_or_p"),
+        *(({"teacher_model": None, "args": args}, of_a_capture) for args in elsewhere),
+        ({"teacher_model": student, "model": student}, "The student cannot be its own teacher"),
+        ({"teacher_model": student, "model": adapters}, "its own teacher.*teacher='self'"),
+        ({"teacher_model": {"a": student, "b": other}, "model": adapters}, "its own teacher.*teacher='self'"),
+        ({"teacher_model": small}, "teacher knows 40 tokens, but the student's tokenizer has 64"),
+        ({"model": small}, "student knows 40 tokens, but the tokenizer has 64: resize its embeddings"),
+        ({"compute_loss_func": lambda *a, **k: 0}, "compute_loss_func would take the place of distillation"),
+    ):  # fmt: skip
+        usual = {"model": tiny_model(), "teacher_model": other, "args": train_args(LigerDistillConfig)}
+        with pytest.raises(ConfigError, match=message):
+            LigerDistillTrainer(
+                **{**usual, **given}, train_dataset=completions(), processing_class=tiny_tokenizer(),
+            )  # fmt: skip
         assert any(parameter.requires_grad for parameter in adapters.parameters())
-    with pytest.raises(ConfigError, match="teacher knows 40 tokens, but the student's tokenizer has 64"):
-        trainer(tiny_model(), teacher_model=tiny_model(vocab_size=40, pad_token_id=1, eos_token_id=2), args=args)
-    with pytest.raises(ConfigError, match="student knows 40 tokens, but the tokenizer has 64: resize its embeddings"):
-        trainer(tiny_model(vocab_size=40, pad_token_id=1, eos_token_id=2), teacher_model=tiny_model(), args=args)
-    with pytest.raises(ConfigError, match="compute_loss_func would take the place of distillation"):
-        trainer(tiny_model(), teacher_model=tiny_model(), args=args, compute_loss_func=lambda *a, **k: 0)
     with pytest.raises(DataError, match="No row of the train dataset has a supervised token"):
         distill(data=completions(), max_length=1)
 

@@ -12,8 +12,8 @@ import torch
 import trainings
 from planted import PLACES, Plant
 from tiny import completions, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from trainings import logged, trained
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainings import OnStep, batches_of, logged, trained
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -98,24 +98,19 @@ def test_the_entropy_alone_tells_of_the_teacher():
     assert [path.name for path in saved_by(trainer)] == ["checkpoint-2", "checkpoint-4"]
 
 
-class AsksLater(TrainerCallback):
-    """Asks for a checkpoint of step 5, when the callbacks before it have had their turn."""
-
-    def __init__(self, spoils_moments: bool):
-        self.spoils_moments = spoils_moments
-
-    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
-        control.should_save |= state.global_step == 5
-        if state.global_step == 5 and self.spoils_moments:
-            next(iter(optimizer.state.values()))["exp_avg"].view(-1)[0] = torch.inf
-
-
 @pytest.mark.parametrize("place", [None, "loss", "weight", "moments"])
 def test_a_checkpoint_that_a_later_callback_asks_for_loses_its_name(place):
+    """When the callbacks before it, the guard among them, have had their turn."""
     trainer, _ = by_callback(max_steps=6)
-    trainer.add_callback(AsksLater(place == "moments"))
     folder = Path(trainer.args.output_dir)
     (folder / "_not-finite-checkpoint-5").mkdir(parents=True)  # of a training before
+
+    def ask():
+        trainer.control.should_save |= trainer.state.global_step == 5
+        if trainer.state.global_step == 5 and place == "moments":
+            next(iter(trainer.optimizer.state.values()))["exp_avg"].view(-1)[0] = torch.inf
+
+    trainer.add_callback(OnStep(ask))
     if place is None:
         trainer.train()
     else:
@@ -128,8 +123,17 @@ def test_a_checkpoint_that_a_later_callback_asks_for_loses_its_name(place):
     assert [path.name for path in checkpoints_in(folder)] == [f"checkpoint-{step}" for step in left]
 
 
-def test_the_callback_leaves_out_steps_too():
-    trainer, callback = by_callback(on_non_finite="skip_step", max_steps=4, logging_steps=2)
+def test_a_loss_that_is_left_out_is_logged_and_counted():
+    """transformers' filter puts the mean of the losses before in place of NaN; with LigerTrainer it is off. The
+    callback leaves out steps too."""
+    trainer = sft(logging_nan_inf_filter=True, on_non_finite="skip_step", logging_steps=1, max_steps=3)
+    Plant(trainer, "loss", 2)
+    with pytest.warns(UserWarning, match="In step 2 the loss and the gradient norm are not finite"):
+        trainer.train()
+    losses = logged(trainer)
+    assert [math.isnan(loss) for loss in losses] == [False, True, False]
+    assert logged(trainer, "train_loss")[-1] == pytest.approx((losses[0] + losses[2]) / 2, rel=1e-4)
+    trainer, _ = by_callback(on_non_finite="skip_step", max_steps=4, logging_steps=2)
     Plant(trainer, "batch", 2)
     with pytest.warns(UserWarning, match="In step 2 .* left out"):
         trainer.train()
@@ -138,20 +142,8 @@ def test_the_callback_leaves_out_steps_too():
     assert states["stateful_callbacks"]["LigerTrainer"]["skipped_steps"] == 1
 
 
-def test_a_loss_that_cannot_be_seen_is_not_logged_as_zero_either():
-    """transformers' filter puts the mean of the losses before in place of NaN; with LigerTrainer it is off."""
-    trainer = sft(logging_nan_inf_filter=True, on_non_finite="skip_step", logging_steps=1, max_steps=3)
-    Plant(trainer, "loss", 2)
-    with pytest.warns(UserWarning, match="In step 2 the loss and the gradient norm are not finite"):
-        trainer.train()
-    losses = logged(trainer)
-    assert [math.isnan(loss) for loss in losses] == [False, True, False]
-    assert logged(trainer, "train_loss")[-1] == pytest.approx((losses[0] + losses[2]) / 2, rel=1e-4)
-
-
 @pytest.mark.parametrize(
-    "planted, logging_steps, steps",
-    [(1, 1, 4), (4, 1, 4), (3, 2, 4), (1, 4, 4), (5, 4, 6), (2, 4, 6), (2, 10, 4)],
+    "planted, logging_steps, steps", [(1, 1, 4), (4, 1, 4), (3, 2, 4), (1, 4, 4), (5, 4, 6), (2, 4, 6), (2, 10, 4)]
 )
 def test_the_mean_loss_of_a_run_leaves_out_logs_that_are_not_finite(planted, logging_steps, steps):
     """Those of steps behind the last log are a log of their own."""
@@ -196,7 +188,7 @@ def test_skip_step_stops_after_too_many_in_a_row():
     assert "The weights are finite still." in message
 
 
-def test_a_weight_that_no_row_uses_is_not_saved():
+def test_weights_that_no_row_uses_and_the_optimizer_state_are_looked_at_before_they_are_saved():
     """The loss does not show a NaN in the embedding of a token that no row has."""
     trainer = sft()
     unused = sorted(set(range(64)) - {i for row in trainer.train_dataset["input_ids"] for i in row})[0]
@@ -204,35 +196,23 @@ def test_a_weight_that_no_row_uses_is_not_saved():
         trainer.model.get_input_embeddings().weight[unused] = torch.nan
     message = stopped(trainer)
     assert "After step 2 the weights are not finite" in message and "embed_tokens.weight" in message
-    assert not saved_by(trainer)
-    assert "No checkpoint with finite weights" in message
-
-
-def test_the_optimizer_state_is_looked_at_before_it_is_saved():
-    trainer = sft()
-
-    class Spoil(TrainerCallback):
-        def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
-            if state.global_step == 1:
-                next(iter(optimizer.state.values()))["exp_avg"].view(-1)[0] = torch.inf
-
-    trainer.add_callback(Spoil())
-    trainer.args.learning_rate = 0.0
+    assert not saved_by(trainer) and "No checkpoint with finite weights" in message
+    trainer = sft(learning_rate=0.0)
+    trainer.add_callback(OnStep(lambda: next(iter(trainer.optimizer.state.values()))["exp_avg"].fill_(torch.inf)))
     assert re.match("After step 2 the (weights and the )?optimizer state", stopped(trainer))
+
+
+def multiply_loss(trainer, factor):
+    """By what the function returns at each micro-batch."""
+    compute = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: compute(*args, **kwargs) * factor()
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_the_rows_named_are_those_of_the_micro_batch(packing):
     trainer = sft(packing=packing, max_length=32, per_device_train_batch_size=1, gradient_accumulation_steps=2)
-    seen: list[dict] = []
-    step = trainer.training_step
-    trainer.training_step = lambda model, inputs, *args: (seen.append(inputs), step(model, inputs, *args))[1]
-    compute = trainer.compute_loss
-
-    def spoil(*args, **kwargs):
-        return compute(*args, **kwargs) * (torch.nan if len(seen) == 4 else 1.0)  # the second micro-batch of step 2
-
-    trainer.compute_loss = spoil
+    multiply_loss(trainer, lambda: torch.nan if len(seen) == 4 else 1.0)  # the second micro-batch of step 2
+    seen = batches_of(trainer)
     message = stopped(trainer)
     (index,) = map(int, re.search(r"as the trainer holds it: ([\d, ]+)\.", message)[1].split(", "))
     ids = trainer.train_dataset[index]["input_ids"]
@@ -248,24 +228,17 @@ class DropsGradients(TrainerCallback):
 
 def test_an_infinite_gradient_under_a_scaler_is_no_error(monkeypatch):
     """fp16 finds its scale by gradients that overflow; a loss that is NaN is none of that."""
-    for place in ("gradient", "loss"):
-        trainer = sft(max_steps=1, save_strategy="no", callbacks=[DropsGradients()])
-        monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")
-        Plant(trainer, place, 1)
-        if place == "gradient":
-            assert trained(trainer).state.global_step == 1
-        else:
-            assert stopped(trainer).startswith("In step 1 the loss")
+    overflown, broken = (sft(max_steps=1, save_strategy="no", callbacks=[DropsGradients()]) for _ in range(2))
+    monkeypatch.setattr(type(overflown.accelerator), "mixed_precision", "fp16")
+    Plant(overflown, "gradient", 1)
+    Plant(broken, "loss", 1)
+    assert trained(overflown).state.global_step == 1
+    assert stopped(broken).startswith("In step 1 the loss")
 
 
 def test_a_spike_of_the_loss_is_told_with_its_rows():
     trainer = sft(max_steps=30, learning_rate=0.0, lr_scheduler_type="constant", save_strategy="no")
-    compute = trainer.compute_loss
-
-    def spiked(*args, **kwargs):
-        return compute(*args, **kwargs) * (100.0 if trainer.state.global_step == 25 else 1.0)
-
-    trainer.compute_loss = spiked
+    multiply_loss(trainer, lambda: 100.0 if trainer.state.global_step == 25 else 1.0)
     with pytest.warns(UserWarning, match=r"In step 26 the loss is .*robust z-score \d+\)\. Rows of .*: \d+, "):
         trainer.train()
 
@@ -288,39 +261,22 @@ class Reads(TorchDispatchMode):
 
 
 def test_nothing_waits_for_the_device_between_logs(monkeypatch):
-    """What the guard does in a step asks for no value. It reads the copy of the step before, and nothing else."""
+    """What the guard does in a step asks for no value. It learns of one when a step later has been queued."""
     trainer = sft(max_steps=6, save_strategy="no")
-    guard, read = trainer.finite, []
-    judge, check = guard._judge, guard.check
-    told = [name for name in dir(guard) if name.startswith(("saw_", "record_"))]
-    for name in (*told, "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"):
-        called = getattr(guard, name)
+    taken = [name for name in dir(trainer.finite) if name.startswith("record_")]
+    for name in (*taken, "on_pre_optimizer_step", "on_optimizer_step"):
+        called = getattr(trainer.finite, name)
 
         def unread(*args, called=called, **kwargs):
             with Reads():
                 return called(*args, **kwargs)
 
-        monkeypatch.setattr(guard, name, unread)
-
-    def read_late(step):
-        read.append((step.number, trainer.state.global_step))
-        with _disable_current_modes():
-            judge(step)
-
-    def read_at_the_end(*args, **kwargs):
-        assert trainer.state.global_step == 6
-        with _disable_current_modes():
-            check(*args, **kwargs)
-
-    monkeypatch.setattr(guard, "_judge", read_late)
-    monkeypatch.setattr(guard, "check", read_at_the_end)
-    trainer.train()
-    assert read == [(1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 6)]
+        monkeypatch.setattr(trainer.finite, name, unread)
+    Plant(trainer, "loss", 4)
+    assert stopped(trainer).startswith("In step 4 the loss") and trainer.state.global_step == 5
 
 
-def test_another_policy_is_refused():
-    with pytest.raises(ValueError, match="on_non_finite must be one of stop, skip_step, got 'ignore'"):
-        sft(on_non_finite="ignore")
+def test_an_optimizer_that_updates_in_the_backward_leaves_no_step_out():
     trainer = sft(on_non_finite="skip_step")
     trainer.args.optim = "lomo"
     with pytest.raises(ConfigError, match="optim=lomo updates weights in its backward"):

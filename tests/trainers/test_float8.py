@@ -36,7 +36,7 @@ def error(got: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float
 
 
 def test_its_layers_compute_in_fp8_and_err_no_more_than_under_trl(monkeypatch):
-    """Scales are taken over padding too, whose numbers differ: so neither's rounding is that of the other."""
+    """Scales are taken over padding too, whose numbers differ: so neither rounds as the other does."""
     loss, truth = trained(SFTTrainer, converted=False)
     stock = trained(SFTTrainer, converted=True)
     calls = []

@@ -1,6 +1,7 @@
 """LigerTrainer and LigerDistillTrainer on rows with images: losses and gradients are stock's, image by image."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -34,21 +35,17 @@ MARKS = pytest.mark.skipif(
 )
 
 
+FORMS = (picture_chats, picture_answers)
+
+
 def families(*quick):
     """All of them; the default run has those that are named."""
     return pytest.mark.parametrize("family", slow_but(VISION_FAMILIES, *quick))
 
 
-_QUICK = {("qwen2_5_vl", picture_chats), ("gemma3", picture_answers)}
+ROWS = {f"{family}, {rows.__name__}": (family, rows) for family in VISION_FAMILIES for rows in FORMS}
 families_and_rows = pytest.mark.parametrize(
-    ("family", "rows"),
-    [
-        pytest.param(
-            family, rows, id=f"{family}, {rows.__name__}", marks=[] if (family, rows) in _QUICK else pytest.mark.slow
-        )
-        for family in VISION_FAMILIES
-        for rows in (picture_chats, picture_answers)
-    ],
+    "case", slow_but(ROWS, "qwen2_5_vl, picture_chats", "gemma3, picture_answers")
 )
 
 
@@ -85,8 +82,9 @@ def assert_same_step(got, want, count=2):
 
 
 @families_and_rows
-def test_loss_and_gradients_are_those_of_trl(family, rows):
+def test_loss_and_gradients_are_those_of_trl(case):
     """Also the weights and losses after steps, by the optimizer, and the evaluation."""
+    family, rows = ROWS[case]
     data = rows(6)
     stock, mine = (sft(family, data, cls=cls, max_steps=2) for cls in (SFTTrainer, LigerTrainer))
     got = assert_same_step(mine, stock)
@@ -126,7 +124,7 @@ def without_an_image():
 @pytest.mark.parametrize(
     ("rows", "options"),
     [pytest.param(lambda: picture_chats(4), {"assistant_only_loss": True}, marks=MARKS, id="answers by marks"),
-     pytest.param(without_an_image, {}, id="rows without images beside rows with them")],
+     pytest.param(without_an_image, {}, id="rows without images next to rows with them")],
 )  # fmt: skip
 def test_rows_of_other_forms(rows, options):
     data = rows()
@@ -143,20 +141,6 @@ def test_max_length_cuts_text_as_trl_does_and_never_images():
     assert {name: value.tolist() for name, value in got.items()} == {n: v.tolist() for n, v in want.items()}
     with pytest.raises(DataError, match=r"16 of them for its images \(\d+ x \d+ pixels\).*max_length=12"):
         sft("llava", data, max_length=12).train()
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"packing": True}, "packing does not go with rows that have images"),
-        ({"padding_free": True}, "padding_free does not go"),
-        ({"eval_packing": True}, "eval_packing does not go"),
-        ({"supervised_part": "content"}, "supervised_part does not go"),
-    ],
-)
-def test_settings_that_rows_with_images_cannot_have(options, words):
-    with pytest.raises(ConfigError, match=words):
-        ours("llava", picture_chats(4), **options)
 
 
 def test_a_frozen_tower_gets_no_gradients_and_the_rest_what_it_got():
@@ -196,32 +180,37 @@ def test_adapters_pass_a_frozen_tower_over_and_it_keeps_nothing_for_a_backward(f
         ours(family, data, peft_config=within, freeze_vision_tower=True)
 
 
-def by_hand(model, teacher, batch, kind="forward_kl", teacher_batch=None):
+def by_hand(model, teacher, batch, teacher_batch=None):
     """The mean divergence over learned tokens of stock models, and its gradients."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    learned = batch["labels"][:, 1:] != -100
-    of_teacher = inputs if teacher_batch is None else {k: v for k, v in teacher_batch.items() if k != "labels"}
-    there = learned if teacher_batch is None else teacher_batch["labels"][:, 1:] != -100
+
+    def learned_logits(model, batch):
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        return model(**inputs).logits[:, :-1][batch["labels"][:, 1:] != -100]
+
     with torch.no_grad():
-        known = teacher(**of_teacher).logits[:, :-1][there]
-    logits = model(**inputs).logits[:, :-1][learned]
-    loss = divergence_by_hand(logits, known, kind, 1.0).mean()
+        known = learned_logits(teacher, teacher_batch or batch)
+    loss = divergence_by_hand(learned_logits(model, batch), known, "forward_kl", 1.0).mean()
     model.zero_grad()
     loss.backward()
     return loss.item(), gradients(model)
 
 
+def assert_by_hand(loss, got, *models_and_batches):
+    want = by_hand(*models_and_batches)
+    assert loss == pytest.approx(want[0], rel=1e-5)
+    assert_same_gradients(got, want[1])
+
+
 @families_and_rows
-def test_a_teacher_that_sees_the_same_images(family, rows):
+def test_a_teacher_that_sees_the_same_images(case):
     """No image token is compared: the divergence is over learned tokens, which leave placeholders out."""
+    family, rows = ROWS[case]
     teacher = vision_model(family, seed=1, num_hidden_layers=3)
     trainer = distill(family, rows(4), copy.deepcopy(teacher))
     loss, got, batch = first_step(trainer)
     places = torch.isin(batch["input_ids"], torch.tensor(placeholder_ids(trainer.model.config)))
     assert places.any() and (batch["labels"][places] == -100).all()
-    want = by_hand(vision_model(family), teacher, batch)
-    assert loss == pytest.approx(want[0], rel=1e-5)
-    assert_same_gradients(got, want[1])
+    assert_by_hand(loss, got, vision_model(family), teacher, batch)
 
 
 def larger_images():
@@ -251,9 +240,7 @@ def test_a_teacher_whose_own_processor_draws_larger_images(rows):
         answer, end = learned[learned != -100], int(mask.sum())  # the answer is the end of each row
         labels[end - len(answer) : end] = answer
     read = {k: v for k, v in batch.items() if not k.startswith("teacher_reads/")}
-    want = by_hand(vision_model("gemma3"), teacher, read, teacher_batch=own)
-    assert loss == pytest.approx(want[0], rel=1e-5)
-    assert_same_gradients(got, want[1])
+    assert_by_hand(loss, got, vision_model("gemma3"), teacher, read, own)
     trainer.args.max_steps = 2
     trainer.train()
     assert trainer.evaluate()["eval_kd_loss"] > 0
@@ -268,49 +255,45 @@ def test_a_processor_that_writes_learned_tokens_otherwise_is_refused():
 
 def test_a_student_without_its_adapters_and_several_teachers():
     rows, lora = picture_answers(4), LoraConfig(r=4, target_modules="all-linear")
-    alone = distill("gemma3", rows, "self", peft_config=lora)
-    assert first_step(alone)[0] == pytest.approx(0.0, abs=1e-6)
+    assert first_step(distill("gemma3", rows, "self", peft_config=lora))[0] == pytest.approx(0.0, abs=1e-6)
     teachers = {name: vision_model("gemma3", seed=seed) for seed, name in ((1, "one"), (2, "two"))}
-    both = first_step(distill("gemma3", rows, {k: copy.deepcopy(v) for k, v in teachers.items()}))
-    each = [by_hand(vision_model("gemma3"), teacher, both[2])[0] for teacher in teachers.values()]
-    assert both[0] == pytest.approx(sum(each), rel=1e-5)
+    loss, _, batch = first_step(distill("gemma3", rows, copy.deepcopy(teachers)))
+    each = [by_hand(vision_model("gemma3"), teacher, batch)[0] for teacher in teachers.values()]
+    assert loss == pytest.approx(sum(each), rel=1e-5)
 
 
 def test_hidden_states_of_the_decoder_are_compared():
     rows = picture_answers(4)
     losses = [{"type": "forward_kl", "weight": 1.0}, {"type": "hidden_mse", "weight": 1.0}]
     teacher = vision_model("qwen3_vl", seed=1)
-    alone = first_step(distill("qwen3_vl", rows, copy.deepcopy(teacher)))[0]
+    without = first_step(distill("qwen3_vl", rows, copy.deepcopy(teacher)))[0]
     both = first_step(distill("qwen3_vl", rows, copy.deepcopy(teacher), losses=losses))[0]
-    assert both > alone
+    assert both > without
 
 
 SERVER = {"teacher_server_base_url": "http://localhost:1/v1", "teacher_server_model": "m"}
+text_model = functools.partial(tiny_model, "llama", vocab_size=72)
+REFUSED = [
+    *((ours, {name: value}, f"{name} does not go") for name, value in
+      (("packing", True), ("padding_free", True), ("eval_packing", True), ("supervised_part", "content"))),
+    (distill, {**SERVER, "teacher": "server"}, "text"),
+    (distill, {"teacher": "cache", "teacher_cache_dir": "/nowhere"}, "teacher: cache knows only rows of text"),
+    (distill, {"lmbda": 0.5}, "samples does not go with rows that have images"),
+    (distill, {"teacher_prompt": "Be kind."}, "teacher_prompt does not go"),
+    (distill, {"losses": [{"type": "uld", "weight": 1.0}]}, "uld"),
+    (distill, {"teacher": text_model}, "LlamaForCausalLM, takes none"),
+    (ours, {"model": text_model}, "LlamaForCausalLM takes none"),
+    (ours, {"model": functools.partial(vision_model, "internvl")}, "Pass the processor that belongs to the model"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({**SERVER, "teacher": "server"}, "text"),
-        ({"teacher": "cache", "teacher_cache_dir": "/nowhere"}, "teacher: cache knows only rows of text"),
-        ({"lmbda": 0.5}, "samples does not go with rows that have images"),
-        ({"teacher_prompt": "Be kind."}, "teacher_prompt does not go"),
-        ({"losses": [{"type": "uld", "weight": 1.0}]}, "uld"),
-    ],
-)
-def test_teachers_that_cannot_see(options, words):
+@pytest.mark.parametrize("make, options, words", REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_does_not_go_with_rows_that_have_images(make, options, words):
+    given = {name: value() if callable(value) else value for name, value in options.items()}
+    if make is distill:
+        given.setdefault("teacher", vision_model("gemma3", seed=1))
     with pytest.raises(ConfigError, match=words):
-        distill("gemma3", picture_answers(4), **{"teacher": vision_model("gemma3", seed=1), **options})
-
-
-def test_models_that_cannot_see():
-    text = tiny_model("llama", vocab_size=72)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM, takes none"):
-        distill("gemma3", picture_answers(4), text)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM takes none"):
-        ours("gemma3", picture_answers(4), model=text)
-    with pytest.raises(ConfigError, match="Pass the processor that belongs to the model"):
-        ours("gemma3", picture_answers(4), model=vision_model("internvl"))
+        make("gemma3", picture_answers(4), **given)
 
 
 @families("qwen2_5_vl")
@@ -340,8 +323,8 @@ def test_models_by_their_names_with_the_processors_beside_them(tmp_path):
     assert type(whole.data_collator).__name__ == "OwnImages"
     resumed = trained(trainer(), str(tmp_path / "out" / "checkpoint-1"))
     assert logged(resumed) == pytest.approx(logged(whole), rel=1e-6) and len(logged(whole)) == 2
-    beside = transformers.AutoProcessor.from_pretrained(tmp_path / "out" / "checkpoint-2")
-    assert beside.image_processor.size["height"] == 32
+    saved = transformers.AutoProcessor.from_pretrained(tmp_path / "out" / "checkpoint-2")
+    assert saved.image_processor.size["height"] == 32
 
 
 @families("qwen2_5_vl")

@@ -13,7 +13,7 @@ from trl import SFTConfig, chat_template_utils
 
 from liger_trainer import LigerConfig
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.trainers.chat_template import marked_template, template_for_training
+from liger_trainer.trainers.chat_template import marked_template
 
 TEMPLATES = {
     name.removesuffix("_chat_template"): template
@@ -103,14 +103,6 @@ def test_the_trainer_learns_the_part_with_a_template_that_trl_has_no_marks_for(p
     assert trainer.row_facts["eval"].supervised_tokens == trainer.row_facts["train"].supervised_tokens
 
 
-def test_trls_training_template_renders_the_rows_where_it_has_one():
-    tokenizer = mask_tokenizer()
-    tokenizer.chat_template = TEMPLATES["qwen3"]
-    assert template_for_training(tokenizer) == TEMPLATES["qwen3_training"]
-    tokenizer.chat_template = "{{ messages }}"
-    assert template_for_training(tokenizer) == "{{ messages }}"
-
-
 def test_completions_with_their_headers():
     rows, options = PAIRS[:1], {"supervised_part": "message", "assistant_only_loss": True}
     with pytest.raises(ConfigError, match="supervised_part: message: the header .* completion_only_loss to false"):
@@ -138,6 +130,13 @@ def test_a_row_whose_parts_cannot_be_told_apart(why):
         make([{"messages": [*start, *LONGER]}], template, supervised_part="content")
 
 
+def test_trls_training_template_renders_the_rows_where_it_has_one():
+    """The template itself would be refused, as above."""
+    thoughts = {"role": "assistant", "content": "<think>\nHm\n</think>\n\nA"}
+    trainer = make([{"messages": [CHAT[0], thoughts, *LONGER]}], TEMPLATES["qwen3"], supervised_part="content")
+    assert learned(trainer)[0].count("⟦") == 6
+
+
 def test_a_later_row_that_cannot_be_marked_is_refused_in_words_too():
     template = "{% for m in messages %}{{ m.role + m.content }}{{ '!' if loop.last and 'A' in m.content }}{% endfor %}"
     rows = [{"messages": [{**message, "content": text} for message in LONGER]} for text in ("B", "A")]
@@ -152,6 +151,5 @@ def test_rows_that_are_no_chats(rows):
 
 
 def test_trls_own_configuration_is_taken_as_before():
-    assert learned(make([{"messages": CHAT}], config=SFTConfig, assistant_only_loss=True)) == learned(
-        make([{"messages": CHAT}], supervised_part="content", assistant_only_loss=True)
-    )
+    stock = make([{"messages": CHAT}], config=SFTConfig, assistant_only_loss=True)
+    assert learned(stock) == learned(make([{"messages": CHAT}], supervised_part="content", assistant_only_loss=True))

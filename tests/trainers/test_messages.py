@@ -49,18 +49,19 @@ MESSAGES = [called(value) for value in VALUES]
 
 def test_json_rows_stay_as_written_through_every_step(tmp_path):
     columns = {"messages": MESSAGES, "tools": [None, [{"a": 1}], [{"b": None}], []], "odd": [1, "42", None, {"a": 2}]}
+
+    def written(rows):
+        return [json.dumps(row) for row in rows]
+
     rows = as_written(columns)
-    expected = [json.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
-    assert [json.dumps(row) for row in rows] == expected
-    written = in_messages(rows).select_columns(list(columns))
-    assert [json.dumps(row) for row in written] == expected
-    written.save_to_disk(str(tmp_path / "rows"))
-    assert [json.dumps(row) for row in Dataset.load_from_disk(str(tmp_path / "rows"))] == expected
+    expected = written(dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    read = in_messages(rows).select_columns(list(columns))
+    read.save_to_disk(str(tmp_path / "rows"))
+    assert written(rows) == written(read) == written(Dataset.load_from_disk(str(tmp_path / "rows"))) == expected
     asked = split_last(rows.select_columns(["messages"]))
-    assert [json.dumps([*row["prompt"], *row["completion"]]) for row in asked] == [json.dumps(m) for m in MESSAGES]
-    assert [json.dumps(row["messages"]) for row in in_messages(rows.to_iterable_dataset())] == [
-        json.dumps(chat) for chat in MESSAGES
-    ]
+    streamed = in_messages(rows.to_iterable_dataset())
+    assert written([*row["prompt"], *row["completion"]] for row in asked) == written(MESSAGES)
+    assert written(row["messages"] for row in streamed) == written(MESSAGES)
 
 
 @pytest.mark.parametrize("make", ["structs", "json", "mixed", "stream"])
@@ -120,10 +121,8 @@ def test_a_marked_message_is_not_learned(mark, template, options, learned):
 
 def test_marks_of_a_stream():
     chats = [{"messages": answered({"content": "w2", "weight": 0}, {"content": "w3"})}] * 4
-    rows = supervised(
-        IterableDataset.from_generator(lambda: iter(chats)), MARKED, assistant_only_loss=True, max_steps=1
-    )
-    assert rows == ["w3"] * 4
+    rows = IterableDataset.from_generator(lambda: iter(chats))
+    assert supervised(rows, MARKED, assistant_only_loss=True, max_steps=1) == ["w3"] * 4
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,6 @@ def test_a_column_system_is_the_first_message(form):
 
 def test_a_formatting_func_is_read_where_rows_have_messages():
     rows = Dataset.from_list([{"messages": answered({"content": "w2"})}] * 2)
-
     made = sft(data=rows, formatting_func=lambda row: WORDS[7]).train_dataset
     assert {tiny_tokenizer().decode(row["input_ids"], skip_special_tokens=True) for row in made} == {WORDS[7]}
     with pytest.raises(DataError, match="formatting_func: expected the text of one row, got \\["):

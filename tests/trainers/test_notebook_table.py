@@ -37,7 +37,7 @@ def table_of(trainer) -> list[dict]:
     return [dict(zip(columns, line, strict=True)) for line in lines]
 
 
-def test_terms_of_a_distillation(notebook):
+def test_terms_of_a_distillation_and_accuracy_of_fine_tuning(notebook):
     losses = [{"type": "reverse_kl", "weight": 1.0}, {"type": "ce", "weight": 0.5}]
     trainer = distill(data=texts(12), max_steps=3, losses=losses, disable_tqdm=False)
     lines = table_of(trainer)
@@ -49,8 +49,5 @@ def test_terms_of_a_distillation(notebook):
     }  # fmt: skip
     for line, log in zip(lines, logs, strict=True):
         assert {title: line[title] for title in names} == {title: log[name] for title, name in names.items()}
-
-
-def test_fine_tuning_shows_accuracy_and_no_teacher(notebook):
     lines = table_of(sft(data=texts(12), max_steps=2, disable_tqdm=False))
     assert len(lines) == 2 and "Token accuracy" in lines[0] and "Forward KL" not in lines[0]

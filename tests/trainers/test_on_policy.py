@@ -7,10 +7,11 @@ import warnings
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tiny import VOCAB, chats, completions, double_copy, kl, texts, tiny_model, tiny_tokenizer, train_args
-from trainings import OnStep, a_teacher, batches_of, distill, logged, trained
+from trainings import OnStep, a_teacher, batches_of, distill, logged, supervised_logits, trained
 from trl.generation import vllm_generation
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -20,7 +21,7 @@ from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.trainers.on_policy import DATASET, STUDENT, TEACHER, prompts_of, rows_of, sources
 from liger_trainer.trainers.options import NOTHING_SAMPLED
 from liger_trainer.trainers.rows import AllowedIds
-from liger_trainer.trainers.samplers import ModelSampler, end_tokens, until_the_end
+from liger_trainer.trainers.samplers import ModelSampler
 
 EOS = VOCAB - 3
 
@@ -58,23 +59,14 @@ def test_the_prompt_of_a_row_is_what_comes_before_its_first_supervised_token():
         prompts_of(batch)
 
 
-def test_a_completion_ends_with_the_first_end_of_sequence():
-    assert until_the_end([4, 9, 5, 9], [9]) == [4, 9]
-    assert until_the_end([4, 7, 5], [9, 7]) == [4, 7]
-    assert until_the_end([4, 5], [9]) == [4, 5] and until_the_end([9, 9], [9]) == [9]
-    model = tiny_model()
-    model.generation_config.eos_token_id = [7, EOS]
-    assert end_tokens(model, tiny_tokenizer()) == [7, EOS]
-
-
 def test_whose_completions_follows_from_seed_and_step():
     drawn = [sources(0.3, False, 42, step, 4) for step in range(500)]
-    assert drawn == [sources(0.3, False, 42, step, 4) for step in range(500)] != [["dataset"] * 4] * 500
+    assert drawn == [sources(0.3, False, 42, step, 4) for step in range(500)]
     flat = [source for step in drawn for source in step]
     assert set(flat) == {STUDENT, DATASET}
     assert flat.count(STUDENT) / 2000 == pytest.approx(0.3, abs=3 * math.sqrt(0.21 / 2000))
-    assert {s for step in range(50) for s in sources(1.0, True, 0, step, 3)} == {STUDENT}
-    assert {s for step in range(50) for s in sources(0.0, True, 0, step, 3)} == {TEACHER}
+    for lmbda, writer in ((1.0, STUDENT), (0.0, TEACHER)):
+        assert {source for step in range(50) for source in sources(lmbda, True, 0, step, 3)} == {writer}
     assert sources(0.5, False, 1, 0, 8) != sources(0.5, False, 2, 0, 8)
 
 
@@ -104,8 +96,8 @@ def test_a_patched_model_samples_what_the_unpatched_one_does(family):
         slow = sampler(generation_kwargs={"use_cache": False}).sample(patched, PROMPTS, seed=3)
     assert slow == want and len({tuple(tokens) for tokens in want}) == 3
     for prompt, tokens in zip(PROMPTS, greedy().sample(plain, PROMPTS, 0), strict=True):
-        alone = double_copy(plain)(torch.tensor([prompt + tokens])).logits[0].argmax(-1)[len(prompt) - 1 : -1]
-        assert alone.tolist() == tokens  # padding on the left changes nothing
+        unpadded = double_copy(plain)(torch.tensor([prompt + tokens])).logits[0].argmax(-1)[len(prompt) - 1 : -1]
+        assert unpadded.tolist() == tokens  # padding on the left changes nothing
 
 
 def test_a_mixture_of_experts_samples_without_its_auxiliary_loss():
@@ -117,6 +109,16 @@ def test_a_mixture_of_experts_samples_without_its_auxiliary_loss():
     log = trained(trainer).state.log_history[0]  # both have sampled
     assert 0 < log["on_policy_share"] < 1 and log["aux_loss"] > 0
     assert student.config.output_router_logits and teacher.config.output_router_logits
+
+
+def test_a_completion_ends_with_the_first_end_of_sequence():
+    """The tokenizer's, or one that the model declares."""
+    model = tiny_model()
+    model.generation_config.eos_token_id = [7, EOS]
+    made = sampler().sample(model, PROMPTS * 40, seed=1)
+    for tokens in made:
+        assert not {7, EOS} & set(tokens[:-1]) and (tokens[-1] in (7, EOS) or len(tokens) == 6)
+    assert {7, EOS} <= {tokens[-1] for tokens in made}
 
 
 def test_sampling_leaves_modes_and_random_numbers_alone():
@@ -146,24 +148,26 @@ def test_each_process_draws_for_itself(monkeypatch):
     assert prompts[0] == prompts[1] and all(one != other for one, other in zip(*drawn, strict=True))
 
 
-@pytest.mark.parametrize("own", [{"min_p": 1.0}, {"no_repeat_ngram_size": 1}, {"num_beams": 4}], ids=str)
-def test_the_models_generation_config_does_not_count(own):
-    model = tiny_model()
+ALIKE = {  # how a model samples that has these options: as one without them
+    "in parts": ({}, {"generation_batch_size": 2, "generation_kwargs": {"do_sample": False}}),
+    **{f"the model's own {name}": ({name: value}, {})
+       for name, value in (("min_p", 1.0), ("no_repeat_ngram_size", 1), ("num_beams", 4))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_what_leaves_samples_as_they_are(case):
+    own, options = ALIKE[case]
+    model, plain = tiny_model(), {name: x for name, x in options.items() if name != "generation_batch_size"}
     model.generation_config.update(**own)
-    assert sampler().sample(model, PROMPTS, 3) == sampler().sample(tiny_model(), PROMPTS, 3)
+    assert sampler(**options).sample(model, PROMPTS, 3) == sampler(**plain).sample(tiny_model(), PROMPTS, 3)
     assert all(getattr(model.generation_config, name) == value for name, value in own.items())
 
 
-def test_prompts_in_parts():
-    assert greedy(generation_batch_size=2).sample(tiny_model(), PROMPTS, 0) == greedy().sample(tiny_model(), PROMPTS, 0)
-
-
 def test_adapters_sample_too():
-    model = get_peft_model(tiny_model(), LoraConfig(target_modules="all-linear", r=4, lora_dropout=0.5))
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    torch.manual_seed(0)
+    lora = LoraConfig(target_modules="all-linear", r=4, lora_dropout=0.5, init_lora_weights=False)
+    model = get_peft_model(tiny_model(), lora)
     made = sampler().sample(model.train(), PROMPTS, 4)
     assert made == sampler().sample(copy.deepcopy(model).merge_and_unload(), PROMPTS, 4)
     assert made != sampler().sample(tiny_model(), PROMPTS, 4)
@@ -187,35 +191,34 @@ def test_options_of_generation_reach_it():
 # Training
 
 
+def completed(batch):
+    """The prompts of a micro-batch, and the tokens behind them."""
+    prompts, rows = prompts_of(batch), zip(batch["input_ids"], batch["attention_mask"].sum(1), strict=True)
+    return prompts, [ids[len(prompt) : n].tolist() for prompt, (ids, n) in zip(prompts, rows, strict=True)]
+
+
 def test_a_step_is_on_the_students_own_completions_with_its_own_tokens_as_denominator():
     """Against the KL by hand in fp64, of exactly the sampled tokens, over micro-batches of unequal lengths."""
     student, teacher = tiny_model("llama_tied"), a_teacher()
     trainer = make(student=student, teacher=teacher, lmbda=1.0, max_completion_length=40, gradient_accumulation_steps=3,
                    per_device_train_batch_size=2, learning_rate=0.0, max_steps=1)  # fmt: skip
-    prompts = {tuple(row["input_ids"][: row["labels"].index(next(x for x in row["labels"] if x != -100))])
-               for row in trainer.train_dataset}  # fmt: skip
-    seen = batches_of(trainer)
-    trainer.train()
+    given = [tiny_tokenizer()(prompt)["input_ids"] for prompt in completions()["prompt"]]
+    collate = DataCollatorForLanguageModeling(pad_token_id=VOCAB - 4)
+    seen, total, sizes, models = batches_of(trainer), 0.0, [], (double_copy(student), double_copy(teacher))
+    logs = trained(trainer).state.log_history[0]
     assert len(seen) == 3
-    total, sizes, by_hand = 0.0, [], (double_copy(student), double_copy(teacher))
     for batch in seen:
-        made = [(ids[: int(mask.sum())], labels) for ids, labels, mask in
-                zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True)]  # fmt: skip
-        for ids, labels in made:
-            start = int((labels != -100).int().argmax())
-            assert tuple(ids[:start].tolist()) in prompts
-            assert torch.equal(labels[start : len(ids)], ids[start:]) and bool((labels[len(ids) :] == -100).all())
-            answer = ids[start:].tolist()
-            assert len(answer) == 40 or answer.index(EOS) == len(answer) - 1
-            with torch.no_grad():
-                q, p = (m(input_ids=ids[None]).logits[0, start - 1 : -1].log_softmax(-1) for m in by_hand)
-            total += float(kl(p, q).sum())
-            sizes.append(len(answer))
-        again = DataCollatorForLanguageModeling(pad_token_id=VOCAB - 4)(
-            rows_of(prompts_of(batch), [i[(k != -100).nonzero()[0] :].tolist() for i, k in made])
-        )
+        prompts, answers = completed(batch)
+        rows = rows_of(prompts, answers)
+        again = collate(rows)
         assert all(torch.equal(again[name], batch[name]) for name in again)
-    logs = trainer.state.log_history[0]
+        assert all(prompt in given for prompt in prompts)
+        assert all(len(answer) == 40 or answer.index(EOS) == len(answer) - 1 for answer in answers)
+        for row in rows:
+            with torch.no_grad():
+                q, p, _ = supervised_logits(models, row)
+            total += float(kl(p.log_softmax(-1), q.log_softmax(-1)).sum())
+        sizes += map(len, answers)
     assert len(set(sizes)) > 1  # so that a mean of means would differ
     assert logs["loss"] == pytest.approx(total / sum(sizes), rel=1e-5)
     assert logs["forward_kl"] == pytest.approx(total / sum(sizes), rel=1e-5)
@@ -226,23 +229,18 @@ def test_a_step_is_on_the_students_own_completions_with_its_own_tokens_as_denomi
 @pytest.mark.parametrize("lmbda, seq_kd", [pytest.param(0.5, False, marks=pytest.mark.slow), (0.0, True), (0.5, True)])
 def test_whose_tokens_they_are(lmbda, seq_kd):
     """Greedy, so that who wrote them shows."""
-    student, teacher = tiny_model(), a_teacher()
-    trainer = make(completions(16), student=student, teacher=teacher, lmbda=lmbda, seq_kd=seq_kd,
+    models = {STUDENT: tiny_model(), TEACHER: a_teacher()}
+    trainer = make(completions(16), student=models[STUDENT], teacher=models[TEACHER], lmbda=lmbda, seq_kd=seq_kd,
                    gradient_accumulation_steps=4, per_device_train_batch_size=2, learning_rate=0.0,
                    generation_kwargs={"do_sample": False})  # fmt: skip
-    given = {tuple(row["input_ids"]) for row in trainer.train_dataset}
-    seen = batches_of(trainer)
+    given = [row["input_ids"] for row in trainer.train_dataset]
+    seen, found = batches_of(trainer), []
     trainer.train()
-    found = []
-    for batch in seen:
-        prompts = prompts_of(batch)
-        rows = [row[:n].tolist() for row, n in zip(batch["input_ids"], batch["attention_mask"].sum(1), strict=True)]
-        if all(tuple(row) in given for row in rows):
-            found.append(DATASET)
-            continue
-        writer = STUDENT if rows[0] == prompts[0] + greedy().sample(student, prompts, 0)[0] else TEACHER
-        model = student if writer == STUDENT else teacher
-        assert rows == [p + c for p, c in zip(prompts, greedy().sample(model, prompts, 0), strict=True)]
+    for prompts, answers in map(completed, seen):
+        writers = {name for name, model in models.items() if greedy().sample(model, prompts, 0) == answers}
+        if all(prompt + answer in given for prompt, answer in zip(prompts, answers, strict=True)):
+            writers.add(DATASET)
+        (writer,) = writers
         found.append(writer)
     want = [source for step in range(2) for source in sources(lmbda, seq_kd, 42, step, 4)]
     assert found == want and (len(set(want)) == 2) == (lmbda == 0.5)
@@ -270,10 +268,10 @@ def test_runs_repeat_and_resume(tmp_path):
                "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}  # fmt: skip
     whole, resumed, seeded = (make(output_dir=str(tmp_path / f"{seed}"), seed=seed, **options) for seed in (42, 42, 1))
     trained(whole)
+    trained(seeded)
     trained(resumed, str(tmp_path / "42" / "checkpoint-1"))
     for got, want in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
-    seeded.train()
     assert not torch.equal(seeded.model.lm_head.weight, whole.model.lm_head.weight)
 
 
@@ -291,18 +289,13 @@ def test_metrics_are_split_by_whose_completions_they_are_at_no_extra_forward():
         assert parts == pytest.approx(logs[name], rel=1e-6) and logs[f"on_policy/{name}"] != logs[f"off_policy/{name}"]
     assert logs["on_policy_share"] == sources(0.5, False, 42, 0, 4).count(STUDENT) / 4
     assert not any(name.endswith("policy/entropy") for name in logs)
-    assert not any("policy" in name for name in make(eval_data=completions(4), lmbda=0.5).evaluate())
 
 
-def test_lmbda_may_change_while_training():
+def test_lmbda_may_change_while_training_and_logs_after_a_resume_are_what_they_would_have_been(tmp_path):
     trainer = make(max_steps=2)
     trainer.add_callback(OnStep(lambda: setattr(trainer, "lmbda", 1.0)))
-    trainer.train()
-    first, second = trainer.state.log_history[:2]
+    first, second = trained(trainer).state.log_history[:2]
     assert "on_policy_share" not in first and second["on_policy_share"] == 1.0
-
-
-def test_a_schedule_of_lmbda_logs_after_a_resume_what_it_would_have(tmp_path):
     schedule = {"lmbda": {"from": 0.0, "to": 1.0, "steps": 2}}
     options = {"schedules": schedule, "max_steps": 4, "save_strategy": "steps", "save_steps": 3}
     whole, resumed = (make(output_dir=str(tmp_path), **options) for _ in range(2))
@@ -316,9 +309,9 @@ def test_a_schedule_of_lmbda_logs_after_a_resume_what_it_would_have(tmp_path):
 
 
 def test_the_evaluation_is_on_the_datasets_completions():
-    want = make(eval_data=completions(6)).evaluate()
-    got = make(eval_data=completions(6), lmbda=1.0).evaluate()
+    want, got = (make(eval_data=completions(6), lmbda=lmbda).evaluate() for lmbda in (0.0, 1.0))
     assert got["eval_forward_kl"] == want["eval_forward_kl"] and got["eval_loss"] == want["eval_loss"]
+    assert not any("policy" in name for name in got)
 
 
 @pytest.mark.parametrize("options", [{"lmbda": 0.999}, {"seq_kd": True}], ids=["student", "base"])
@@ -335,16 +328,6 @@ def test_the_student_without_its_adapters_as_teacher(options):
 
 
 # Rows
-
-
-def test_chat_rows_are_completed_from_the_first_answer_on():
-    trainer = make(chats(8), lmbda=1.0, assistant_only_loss=True, max_steps=1)
-    seen = batches_of(trainer)
-    trainer.train()
-    assistant = tiny_tokenizer().convert_tokens_to_ids("<assistant>")
-    for prompt in prompts_of(seen[0]):
-        assert prompt[-1] == assistant and prompt.count(assistant) == 1
-
 
 THINKING = (  # as DeepSeek-R1's: a turn that is asked for is opened, and one that is written is not
     "{% for m in messages %}{{ '<' ~ m.role ~ '> ' ~ m.content ~ ' ' }}{% if m.role == 'assistant' %}"
@@ -553,63 +536,35 @@ def test_what_cannot_be_sampled_later_is_refused(monkeypatch):
         trainer.get_batch_samples(iter(()), 1, torch.device("cpu"))
 
 
-def test_the_temperature_is_of_sampling_and_of_the_loss_unless_that_has_its_own():
-    both = train_args(LigerDistillConfig, temperature=2.0)
-    assert both.distillation().temperature == 2.0 and both.loss_temperature == 2.0
-    apart = train_args(LigerDistillConfig, temperature=0.9, kd_temperature=4.0)
-    assert apart.distillation().temperature == apart.loss_temperature == 4.0 and apart.temperature == 0.9
-
-
 # What has no effect, or does not go together
 
 YAML = "model_name_or_path: s\nteacher_model_name_or_path: t\ndataset_name: d\nrecipe: distill\n"
 NO_VLLM = "has no effect without `use_vllm: true`."
-NOTED: list[tuple[str, dict[str, str]]] = [
-    ("top_p: 0.9\nmax_completion_length: 64\n", {"top_p": NOTHING_SAMPLED, "max_completion_length": NOTHING_SAMPLED}),
-    *((f"top_p: 0.9\n{key}\n", {}) for key in ("lmbda: 0.5", "seq_kd: true", "schedules: {lmbda: {to: 0.5}}")),
-    ("lmbda: 1.0\nvllm_mode: server\n", {"vllm_mode": NO_VLLM}),
-    ("lmbda: 1.0\nlog_completions: true\n", {"log_completions": "has no effect: sampled completions are not logged"}),
+
+
+MODEL_ONLY = {"eval_data": prompts_only(4)}
+IN_VAIN: list[tuple[dict, dict[str, str]]] = [  # options, and what is said of some of them
+    ({"top_p": 0.9, "use_vllm": True}, {"top_p": NOTHING_SAMPLED, "use_vllm": NOTHING_SAMPLED}),
+    *(({"top_p": 0.9, **sampled}, {}) for sampled in ({"lmbda": 0.5}, {"seq_kd": True}, MODEL_ONLY)),
+    ({"top_p": 0.9, "schedules": {"lmbda": {"to": 0.5}}}, {}),
+    ({"lmbda": 1.0, "vllm_mode": "server"}, {"vllm_mode": NO_VLLM}),
 ]
 
 
-@pytest.mark.parametrize("text, notices", NOTED)
-def test_keys_of_sampling_without_effect_are_noted(text, notices):
-    found = {finding.key: finding.message for finding in check_text(YAML + text, "run.yaml").notices}
-    assert found.keys() == notices.keys() and all(found[key].startswith(notices[key]) for key in notices)
-
-
-WARNED: list[tuple[dict, list[str]]] = [
-    ({"top_p": 0.9, "use_vllm": True}, [f"top_p {NOTHING_SAMPLED}", f"use_vllm {NOTHING_SAMPLED}"]),
-    *(
-        ({"top_p": 0.9, **sampled}, [])
-        for sampled in ({"lmbda": 0.5}, {"seq_kd": True}, {"eval_data": prompts_only(4)})
-    ),
-    ({"lmbda": 1.0, "vllm_mode": "server"}, [f"vllm_mode {NO_VLLM}"]),
-]
-
-
-@pytest.mark.parametrize("options, words", WARNED)
-def test_and_by_the_trainer(options, words):
-    """Which knows whether an evaluation samples."""
+@pytest.mark.parametrize("options, said", IN_VAIN)
+def test_options_of_sampling_without_effect_are_told_in_a_file_and_by_the_trainer(options, said):
+    """The trainer knows whether an evaluation samples."""
+    if options.keys().isdisjoint(MODEL_ONLY):
+        notices = check_text(YAML + yaml.safe_dump(options), "run.yaml").notices
+        found = {finding.key: finding.message for finding in notices}
+        assert found.keys() == said.keys() and all(found[key].startswith(said[key]) for key in said)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make(max_completion_length=512, **options)
+    words = [f"{key} {message}" for key, message in said.items()]
     assert [str(w.message) for w in caught if "no effect" in str(w.message)] == words
 
 
-ONE_BY_ONE = "completions are sampled for rows one by one"
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("lmbda: 1.0\npacking: true\n", f"packing: {ONE_BY_ONE}"),
-        ("schedules: {lmbda: {to: 0.5}}\npacking: true\n", f"packing: {ONE_BY_ONE}"),
-        ("seq_kd: true\npadding_free: true\nmax_length: null\n", f"padding_free: {ONE_BY_ONE}"),
-        ("lmbda: 0.5\nteacher: cache\nteacher_cache_dir: c\n", "teacher: a cache knows the completions in the rows"),
-        ("lmbda: 0.5\nuse_vllm: true\nkeep_layers: [0, 2]\n", "use_vllm: vLLM would load model_name_or_path with all"),
-    ],
-)
-def test_keys_that_do_not_go_together(text, message):
-    with pytest.raises(ConfigError, match=message):
-        check_text(YAML + text, "run.yaml")
+def test_sampled_completions_are_not_logged():
+    (finding,) = check_text(YAML + "lmbda: 1.0\nlog_completions: true\n", "run.yaml").notices
+    assert finding.message.startswith("has no effect: sampled completions are not logged")

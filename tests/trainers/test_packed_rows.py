@@ -13,7 +13,6 @@ from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import DistillationCallback, LigerConfig
 from liger_trainer.errors import ConfigError
-from liger_trainer.patching.packing.documents import documents_come_along
 
 PACKING = {"packing": True, "max_length": 24, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 PACKED = "liger_packed_sdpa"
@@ -61,14 +60,6 @@ def test_transformers_is_not_asked_for_documents(monkeypatch):
     assert asked
 
 
-def test_documents_are_numbered_as_transformers_does():
-    lengths = [[1, 3, 2, 2], [4, 1, 1, 2], [8]]
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    with documents_come_along():
-        numbers = masking_utils.find_packed_sequence_indices(positions)
-    torch.testing.assert_close(numbers, masking_utils.find_packed_sequence_indices(positions))
-
-
 def test_a_step_is_that_of_documents_one_by_one():
     """Through TRL's packing and collator, compared with rows of one document."""
     data = texts(12, seed=3)
@@ -92,23 +83,19 @@ def test_no_tensor_has_two_sides_of_the_row():
     assert not squares.operations
 
 
-@pytest.mark.parametrize("teacher", ["model", "self", "ensemble"])
-def test_teachers_read_packed_rows_by_lengths_too(teacher):
+@pytest.mark.parametrize("kind", ["model", "self", "several"])
+def test_teachers_read_packed_rows_by_lengths_too(kind):
     losses = []
-    for attention in ("auto", "model"):
-        student, other = tiny_model("qwen3"), tiny_model("llama", seed=1)
-        options: dict = {"attention": attention}
-        if teacher == "self":
+    for attention, name in (("auto", PACKED), ("model", "sdpa")):
+        student, one, two = tiny_model("qwen3"), tiny_model("llama", seed=1), tiny_model("gemma3", seed=2)
+        teacher, options, teachers = one, {}, [one]
+        if kind == "self":
             lora = LoraConfig(target_modules="all-linear", r=2, task_type="CAUSAL_LM")
-            trainer = distill(student, "self", peft_config=lora, **options)
-        elif teacher == "ensemble":
-            others = {"one": other, "two": tiny_model("gemma3", seed=2)}
-            trainer = distill(student, others, **options, teachers=[{"name": "one"}, {"name": "two"}])
-        else:
-            trainer = distill(student, other, **options)
-        name = PACKED if attention == "auto" else "sdpa"
-        models = {"model": [other], "self": [student], "ensemble": [*getattr(trainer.teaching, "models", {}).values()]}
-        assert {model.config._attn_implementation for model in (student, *models[teacher])} == {name}
+            teacher, options, teachers = "self", {"peft_config": lora}, []
+        elif kind == "several":
+            teacher, teachers = {"one": one, "two": two}, [one, two]
+        trainer = distill(student, teacher, attention=attention, **options)
+        assert {model.config._attn_implementation for model in (student, *teachers)} == {name}
         losses.append(losses_of(trainer))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
@@ -132,21 +119,17 @@ def test_a_changed_document_moves_no_other_in_a_training():
     assert moved[rows == 1].any() and not moved[rows != 1].any()
 
 
-def test_the_model_is_given_back():
+def test_the_model_is_given_back_and_checkpoints_say_nothing_of_it(tmp_path):
     model = tiny_model("qwen3")
-    trainer = sft(model)
+    trainer = sft(model, output_dir=str(tmp_path), save_strategy="steps", save_steps=1)
+    trainer.train()
+    assert model.config._attn_implementation == PACKED
+    for file in tmp_path.rglob("*.json"):
+        assert "liger_packed" not in file.read_text()
     trainer.patched.undo()
     assert model.config._attn_implementation == "sdpa"
     for attention, name in (("model", "sdpa"), ("auto", PACKED), ("model", "sdpa")):
         assert sft(model, attention=attention).model.config._attn_implementation == name
-
-
-def test_a_checkpoint_says_nothing_of_it(tmp_path):
-    trainer = sft(output_dir=str(tmp_path), save_strategy="steps", save_steps=1)
-    trainer.train()
-    assert trainer.model.config._attn_implementation == PACKED
-    for file in tmp_path.rglob("*.json"):
-        assert "liger_packed" not in file.read_text()
 
 
 @pytest.mark.parametrize("options", [{"packing": False}, {"packing": True, "packing_strategy": "wrapped"}])
@@ -168,8 +151,8 @@ def test_padding_in_front_keeps_its_mask():
     ids, mask = torch.randint(5, 50, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
     mask[0, :4] = 0
     logits = model(input_ids=ids, attention_mask=mask, position_ids=mask.cumsum(1).sub(1).clamp(0)).logits
-    alone = model(input_ids=ids[:1, 4:]).logits
-    torch.testing.assert_close(logits[:1, 4:], alone, rtol=1e-4, atol=1e-5)
+    unpadded = model(input_ids=ids[:1, 4:]).logits
+    torch.testing.assert_close(logits[:1, 4:], unpadded, rtol=1e-4, atol=1e-5)
 
 
 def test_evaluation_alone_is_not_packed():
@@ -207,17 +190,13 @@ def test_the_callback_reads_packed_rows_by_lengths():
 
 
 def test_models_that_mix_documents_are_refused():
-    for make in (sft, lambda model: distill(tiny_model(), model)):
-        with pytest.raises(ConfigError, match="position_ids"):
-            make(tiny_mamba())
-    sft(tiny_mamba(), packing=False)
-    with pytest.raises(ConfigError, match="PREFIX_TUNING"):
-        sft(peft_config=PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-
-
-def tiny_mamba():
     config = MambaConfig(
         vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2, pad_token_id=60, eos_token_id=61,
         tie_word_embeddings=False,
     )  # fmt: skip
-    return MambaForCausalLM(config)
+    for make in (sft, lambda model: distill(tiny_model(), model)):
+        with pytest.raises(ConfigError, match="position_ids"):
+            make(MambaForCausalLM(config))
+    sft(MambaForCausalLM(config), packing=False)
+    with pytest.raises(ConfigError, match="PREFIX_TUNING"):
+        sft(peft_config=PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))

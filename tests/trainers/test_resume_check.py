@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import save_models, without_report, write_rows
+from commands import end_of, save_models, settings, without_report, write_rows
 from peft import LoraConfig
 from quick_cases import slow_but
 from tiny import CHAT_TEMPLATE, completions, texts, tiny_model, tiny_tokenizer, train_args
@@ -16,43 +16,22 @@ from trainings import distill, sft
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from liger_trainer import LigerDistillConfig
-from liger_trainer.cli.app import main
 from liger_trainer.common.checkpoints import MANIFEST, TRAINER_STATE, WITH_MANIFEST, checkpoints_in
 from liger_trainer.common.files import STATE
 from liger_trainer.errors import ConfigError
 from liger_trainer.trainers.capture import capture
 from liger_trainer.trainers.checkpoint_guard import KEY
 
-RUN = """
-model_name_or_path: student
-dataset_name: rows.jsonl
-max_steps: 4
-save_strategy: steps
-save_steps: 2
-per_device_train_batch_size: 4
-learning_rate: 1e-2
-logging_steps: 1
-gradient_checkpointing: false
-max_length: 32
-holdout_fraction: 0.2
-num_sample_completions: 0
-use_cpu: true
-"""
-KINDS = {
-    "full": "output_dir: full\n",
-    "lora": "output_dir: lora\nuse_peft: true\nlora_r: 2\nlora_target_modules: [q_proj, v_proj]\n",
-    "distill": "output_dir: distill\nteacher_model_name_or_path: teacher\ngradient_accumulation_steps: 2\n",
+SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"use_peft": True, "lora_r": 2, "lora_target_modules": ["q_proj", "v_proj"]},
+    "distill": {"teacher_model_name_or_path": "teacher", "gradient_accumulation_steps": 2},
 }
 
 
 def row(i: int) -> dict:
     return {"messages": [{"role": "user", "content": f"w{i} w{i + 1}"}, {"role": "assistant", "content": f"w{i + 2}"}]}
-
-
-def cli(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main(list(arguments))
-    return int(stopped.value.code or 0)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +43,9 @@ def runs(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         without_report(patch)
-        for name, settings in KINDS.items():
-            Path(f"{name}.yaml").write_text(RUN + settings)
-            assert cli("run", f"{name}.yaml") == 0
+        for name, more in KINDS.items():
+            Path(f"{name}.yaml").write_text(settings(output_dir=name, **SAVING, **more))
+            assert end_of("run", f"{name}.yaml") == 0
     return folder
 
 
@@ -132,10 +111,10 @@ CHANGES = {  # the run, what is done to it, and what is said of it
 
 @pytest.mark.parametrize("name", slow_but(CHANGES, "rows, template and model", "base", "alpha", "teacher", "kind"))
 def test_what_has_changed_is_named_and_refused(place, capsys, name):
-    run, changes, settings, said = CHANGES[name]
+    run, changes, words, said = CHANGES[name]
     for change in changes:
         change()
-    assert cli("resume", run, *settings) == 2
+    assert end_of("resume", run, *words) == 2
     err = capsys.readouterr().err
     assert f"{run}/checkpoint-2 was saved by a training that was begun with something else:" in err
     assert all(f"\n  {line}" in err for line in said), err
@@ -149,18 +128,20 @@ def test_a_forced_run_goes_on_and_is_then_a_run_of_what_it_went_on_with(place, c
     run, [change], _, said = CHANGES["base"]
     change()
     with pytest.warns(UserWarning, match="with something else") as caught:
-        assert cli("resume", run, "--force", "max_steps=3") == 0
+        assert end_of("resume", run, "--force", "max_steps=3") == 0
     assert said[0] in str([w.message for w in caught])
     assert "force_resume: " not in (place / run / "config.yaml").read_text().partition("# Defaults")[0]
     capsys.readouterr()
-    assert cli("resume", run, "max_steps=4") == 0, capsys.readouterr().err
+    assert end_of("resume", run, "max_steps=4") == 0, capsys.readouterr().err
+    assert end_of("validate", "full.yaml", "force_resume=true") == 2
+    assert "force_resume: has no effect without `resume_from_checkpoint: true`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("run", KINDS)
 def test_what_is_untouched_goes_on_to_the_same_weights(place, runs, run):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*(something else|does not say)")
-        assert cli("run", f"{run}.yaml", "resume_from_checkpoint=true") == 0
+        assert end_of("run", f"{run}.yaml", "resume_from_checkpoint=true") == 0
     name = "adapter_model.safetensors" if run == "lora" else "model.safetensors"
     assert (place / run / name).read_bytes() == (runs / run / name).read_bytes()
     states = [json.loads((folder / run / "checkpoint-4" / STATE).read_text()) for folder in (place, runs)]
@@ -170,16 +151,11 @@ def test_what_is_untouched_goes_on_to_the_same_weights(place, runs, run):
 def test_what_may_change_is_no_difference(place, capsys):
     shutil.move("student", "moved")
     shutil.move("rows.jsonl", "elsewhere.jsonl")
-    settings = ("max_steps=6", "logging_steps=2", "learning_rate=1e-3", "weight_decay=0.1", "eval_strategy=steps",
+    words = ("max_steps=6", "logging_steps=2", "learning_rate=1e-3", "weight_decay=0.1", "eval_strategy=steps",
                 "per_device_train_batch_size=2", "gradient_accumulation_steps=2", "attn_implementation=eager",
                 "dtype=bfloat16", "model_name_or_path=moved", "dataset_name=elsewhere.jsonl")  # fmt: skip
-    assert cli("resume", "full", *settings) == 0, capsys.readouterr().err
-    assert cli("resume", "distill", *settings, "teacher_dtype=bfloat16") == 0, capsys.readouterr().err
-
-
-def test_force_needs_something_to_resume(place, capsys):
-    assert cli("validate", "full.yaml", "force_resume=true") == 2
-    assert "force_resume: has no effect without `resume_from_checkpoint: true`" in capsys.readouterr().err
+    assert end_of("resume", "full", *words) == 0, capsys.readouterr().err
+    assert end_of("resume", "distill", *words, "teacher_dtype=bfloat16") == 0, capsys.readouterr().err
 
 
 def test_a_checkpoint_from_before_goes_on_with_one_warning(place, capsys):
@@ -192,14 +168,11 @@ def test_a_checkpoint_from_before_goes_on_with_one_warning(place, capsys):
     reverse()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert cli("resume", "full") == 0, capsys.readouterr().err
+        assert end_of("resume", "full") == 0, capsys.readouterr().err
     assert sum("does not say what its training was begun with" in str(w.message) for w in caught) == 1
 
 
 # In Python
-
-
-SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
 
 def make(tmp_path, model=None, data=None, **options) -> Any:
@@ -212,26 +185,20 @@ def resumed(trainer, tmp_path, **options):
 
 
 def test_a_trainer_refuses_other_rows_unless_forced(tmp_path):
-    first = make(tmp_path)
-    first.train()
-    rows = completions()
+    rows, tests = completions(), {"easy": completions(4, seed=1), "hard": completions(4, seed=2)}
+    make(tmp_path, eval_data=tests).train()
     with pytest.raises(ConfigError, match=r"(?s)train dataset: sha256 \w+... there, .*force_resume=True") as refused:
         resumed(make(tmp_path, data=rows.select(range(23, -1, -1))), tmp_path)
     assert "liger-trainer resume" not in str(refused.value)
     with pytest.raises(ConfigError, match="train dataset: rows 24 there, 23 now"):
         make(tmp_path, data=rows.select(range(23))).train(True)  # the newest
-    with pytest.warns(UserWarning, match="with something else: train dataset: rows 24 there, 23 now"):
-        resumed(make(tmp_path, data=rows.select(range(23))), tmp_path, force_resume=True)
-
-
-def test_evaluation_rows_are_compared_by_name(tmp_path):
-    tests = {"easy": completions(4, seed=1), "hard": completions(4, seed=2)}
-    make(tmp_path, eval_data=tests).train()
-    with pytest.raises(ConfigError, match="hard dataset: sha256") as refused:
+    with pytest.raises(ConfigError, match="hard dataset: sha256") as refused:  # those of evaluations by their names
         resumed(make(tmp_path, eval_data={**tests, "hard": tests["easy"]}), tmp_path)
     assert "easy" not in str(refused.value)
-    resumed(make(tmp_path, eval_data={**tests, "new": completions(4, seed=3)}), tmp_path)
-    resumed(make(tmp_path), tmp_path)
+    for same in ({**tests, "new": completions(4, seed=3)}, None):
+        resumed(make(tmp_path, eval_data=same), tmp_path)
+    with pytest.warns(UserWarning, match="with something else: train dataset: rows 24 there, 23 now"):
+        resumed(make(tmp_path, data=rows.select(range(23))), tmp_path, force_resume=True)
 
 
 def test_a_model_that_trained_in_this_process_is_the_one_it_was(tmp_path):
@@ -257,10 +224,9 @@ def test_a_model_that_is_loaded_from_the_checkpoint_goes_on(tmp_path):
         trainer = make(tmp_path, LlamaForCausalLM.from_pretrained(checkpoint))
         trainer.train(resume_from_checkpoint=str(checkpoint))
         assert trainer.state.global_step == 4
+    trainer = make(tmp_path, LlamaForCausalLM.from_pretrained(checkpoint))
     with pytest.raises(ConfigError, match="weights before training"):
-        make(tmp_path, LlamaForCausalLM.from_pretrained(checkpoint)).train(
-            resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4")
-        )
+        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
 
 
 def test_what_is_drawn_at_random_and_is_in_the_checkpoint_may_differ(tmp_path):
@@ -269,14 +235,18 @@ def test_what_is_drawn_at_random_and_is_in_the_checkpoint_may_differ(tmp_path):
     resumed(make(tmp_path / "a", tiny_model(seed=1)), tmp_path / "a")
 
     tiny_model().save_pretrained(tmp_path / "model")
-    for folder, peft in (("b", None), ("c", LoraConfig(target_modules=["q_proj"], r=2))):
-        for train in (lambda t: t.train(), lambda t, folder=folder: resumed(t, tmp_path / folder)):
-            model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-            model.resize_token_embeddings(70)
-            train(make(tmp_path / folder, model, peft_config=peft))
+    lora = LoraConfig(target_modules=["q_proj"], r=2)
+
+    def grown(folder, peft):
+        model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        model.resize_token_embeddings(70)
+        return make(tmp_path / folder, model, peft_config=peft)
+
+    for folder, peft in (("b", None), ("c", lora)):
+        grown(folder, peft).train()
+        resumed(grown(folder, peft), tmp_path / folder)
     with pytest.raises(ConfigError, match="frozen weights"):
-        model = tiny_model(seed=1, vocab_size=70)
-        resumed(make(tmp_path / "c", model, peft_config=LoraConfig(target_modules=["q_proj"], r=2)), tmp_path / "c")
+        resumed(make(tmp_path / "c", tiny_model(seed=1, vocab_size=70), peft_config=lora), tmp_path / "c")
 
 
 def test_of_a_stream_everything_but_its_rows_is_compared(tmp_path):
@@ -288,21 +258,21 @@ def test_of_a_stream_everything_but_its_rows_is_compared(tmp_path):
         resumed(make(tmp_path, data=texts().to_iterable_dataset(), processing_class=tokenizer), tmp_path)
 
 
-def taught(tmp_path, teacher, **options) -> Any:
+def taught(tmp_path, teacher=None, **options) -> Any:
     data = completions().add_column("who", ["a", "b"] * 12)
     return distill(None, teacher, data, output_dir=str(tmp_path / "out"), **SAVING, **options)
 
 
-def test_teachers_of_every_kind(tmp_path):
+def test_several_teachers(tmp_path):
     one, other = (tiny_model(seed=seed) for seed in (5, 6))
-    column = {"teacher_column": "who"}
-    swapped = {"a": other, "b": one}
-    taught(tmp_path, {"a": one, "b": other}, **column).train()
-    resumed(taught(tmp_path, {"a": one, "b": other}, **column), tmp_path)
-    with pytest.raises(ConfigError, match="teacher: teacher a.weights .* now, teacher b.weights .* now"):
-        resumed(taught(tmp_path, swapped, **column), tmp_path)
-    with pytest.raises(ConfigError, match="teacher: teachers a, b there, b, c now"):
-        resumed(taught(tmp_path, {"b": other, "c": one}), tmp_path)
+    taught(tmp_path, {"a": one, "b": other}, teacher_column="who").train()
+    resumed(taught(tmp_path, {"a": one, "b": other}, teacher_column="who"), tmp_path)
+    for teachers, options, said in (
+        ({"a": other, "b": one}, {"teacher_column": "who"}, "teacher a.weights .* now, teacher b.weights .* now"),
+        ({"b": other, "c": one}, {}, "teachers a, b there, b, c now"),
+    ):
+        with pytest.raises(ConfigError, match=f"teacher: {said}"):
+            resumed(taught(tmp_path, teachers, **options), tmp_path)
 
 
 def test_completions_may_be_sampled_from_a_checkpoint_on(tmp_path):
@@ -316,8 +286,7 @@ def test_another_cache(tmp_path, kind):
         return {"teacher": "cache", "teacher_cache_dir": str(tmp_path / name), "cache_kind": kind}
 
     for seed, name in ((5, "one"), (6, "other")):
-        args = train_args(LigerDistillConfig, **options(name))
-        capture(tiny_model(seed=seed), args, tiny_tokenizer(), completions())
+        capture(tiny_model(seed=seed), train_args(LigerDistillConfig, **options(name)), tiny_tokenizer(), completions())
     taught(tmp_path, **options("one")).train()
     shutil.copytree(tmp_path / "one", tmp_path / "moved")
     resumed(taught(tmp_path, **options("moved")), tmp_path)

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from quick_cases import by_turns
 from splits import capture_gradients
 from tiny import completions
-from trainings import a_teacher, batches_of, distill, sft
+from trainings import a_teacher, batches_of, distill, sft, trained
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl import SFTTrainer
 
@@ -35,19 +35,15 @@ def by_callback(model, **options):
 def step(trainer):
     """(loss, auxiliary loss or None, gradients, the batches) of a step that changes nothing."""
     batches, gradients = batches_of(trainer), capture_gradients(trainer)
-    trainer.train()
-    logs = trainer.state.log_history[0]
+    logs = trained(trainer).state.log_history[0]
     return logs["loss"], logs.get("aux_loss"), gradients, batches
 
 
 def stock(family, batches):
     """The mean auxiliary loss of the batches and its gradients, by transformers' model."""
-    model = student(family)
-    names = ("input_ids", "attention_mask", "position_ids")
-    losses = [
-        model(**{k: x for k, x in batch.items() if k in names}, output_router_logits=True).aux_loss for batch in batches
-    ]
-    loss = torch.stack(losses).mean()
+    model, names = student(family), ("input_ids", "attention_mask", "position_ids")
+    inputs = [{name: x for name, x in batch.items() if name in names} for batch in batches]
+    loss = torch.stack([model(**each, output_router_logits=True).aux_loss for each in inputs]).mean()
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

@@ -1,5 +1,6 @@
 """`weight_column`: the step of a weighted batch is the weighted sum over its tokens, whatever is minimised."""
 
+import contextlib
 import copy
 import os
 import random
@@ -19,9 +20,6 @@ from trainings import distill, logged, sft, trained, weights_of
 
 from liger_trainer import LigerConfig
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.extras.cross_tokenizer.uld import UldAnswer
-from liger_trainer.losses.answers import DenseAnswer, SparseAnswer, TokenTargets, cross_entropy_loss
-from liger_trainer.losses.spec import BatchTargets, Distillation, LossOptions, TokenWeights
 
 N = 12
 
@@ -35,18 +33,17 @@ def rows(weights=None, seed=None) -> Dataset:
     return Dataset.from_list([{**r, "weight": w} for r, w in zip(made, weights or [1.0] * N, strict=True)])
 
 
-def trainer_of(data: Dataset, weighted: bool, teacher_model=None, eval_data=None, **options):
+def trainer_of(data: Dataset, weighted: bool, teacher=None, eval_data=None, **options):
     """A trainer whose one step is minus the gradient, over all rows at once."""
     options = {
         "max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "weight_decay": 0.0,
         "warmup_steps": 0, "per_device_train_batch_size": N, "weight_column": "weight" if weighted else None, **options,
     }  # fmt: skip
-    distils = teacher_model is not None or "teacher" in options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if not distils:
+        if teacher is None:
             return sft(tiny_model(seed=1), data, eval_data, config=LigerConfig, **options)
-        return distill(tiny_model(seed=1), teacher_model or options.pop("teacher"), data, eval_data, **options)
+        return distill(tiny_model(seed=1), teacher, data, eval_data, **options)
 
 
 def step(*args, **options) -> tuple[dict[str, torch.Tensor], float]:
@@ -61,10 +58,6 @@ def assert_close(got, want, factor: float = 1.0, rtol: float = 2e-4):
     scale = max(float(x.abs().max()) for x in want.values()) * abs(factor)
     for name, value in want.items():
         assert float((got[name] - factor * value).abs().max()) <= rtol * scale, name
-
-
-def supervised(data: Dataset) -> list[int]:
-    return [len(text.split()) + 1 for text in data["completion"]]  # and the end
 
 
 @pytest.mark.parametrize("teacher", [None, 7], ids=["sft", "kd"])
@@ -97,55 +90,43 @@ def test_a_step_is_that_of_plain_torch(teacher, accumulation):
     assert_close(got, {name: p.grad.float() for name, p in student.named_parameters()})
 
 
-KD = {
-    "forward_kl": {},
-    "mixed": {"losses": [{"type": "jsd", "weight": 0.7, "beta": 0.3}, {"type": "tvd"}, {"type": "ce", "weight": 0.2}]},
-    "hidden": {"losses": [{"type": "forward_kl"}, {"type": "hidden_mse", "weight": 0.5}]},
-    "packing": {"packing": True, "max_length": 32, "per_device_train_batch_size": 64},
-    "padding_free": {"padding_free": True, "max_length": None},
-    "cut at the start": {"max_length": 6, "truncation_mode": "keep_end"},
-    "temperature": {"temperature": 2.0, "losses": [{"type": "reverse_kl"}]},
-}
-SFT = {
-    "plain": {}, "dft": {"loss_type": "dft"}, "smoothing": {"label_smoothing_factor": 0.1},
-    "packing": {"packing": True, "max_length": 32, "per_device_train_batch_size": 64},
+PACKED = {"packing": True, "max_length": 32, "per_device_train_batch_size": 64}
+MIX = [{"type": "jsd", "weight": 0.7, "beta": 0.3}, {"type": "tvd"}, {"type": "ce", "weight": 0.2}]
+CASES = {
+    "sft plain": {}, "sft dft": {"loss_type": "dft"}, "sft smoothing": {"label_smoothing_factor": 0.1},
+    "sft packing": PACKED, "kd forward_kl": {}, "kd mixed": {"losses": MIX}, "kd packing": PACKED,
+    "kd hidden": {"losses": [{"type": "forward_kl"}, {"type": "hidden_mse", "weight": 0.5}]},
+    "kd padding_free": {"padding_free": True, "max_length": None},
+    "kd cut at the start": {"max_length": 6, "truncation_mode": "keep_end"},
+    "kd temperature": {"temperature": 2.0, "losses": [{"type": "reverse_kl"}]},
+    "server": {"losses": [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}]},
 }  # fmt: skip
 
 
-ALL = [*(f"sft {name}" for name in SFT), *(f"kd {name}" for name in KD)]
+@contextlib.contextmanager
+def taught(case: str):
+    """The options of a case with its teacher, which is made again for each trainer."""
+    with served(tiny_model(seed=7)) as server:
+        by_server = {"teacher_server_base_url": server.url, "teacher_server_model": "tiny"}
+        yield lambda: {
+            **CASES[case], **(by_server if case == "server" else {}),
+            "teacher": "server" if case == "server" else tiny_model(seed=7) if case.startswith("kd") else None,
+        }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", slow_but(ALL, "sft plain", "sft packing", "kd mixed", "kd padding_free"))
+@pytest.mark.parametrize("case", slow_but(CASES, "sft plain", "sft packing", "kd mixed", "kd padding_free", "server"))
 def test_rows_of_weight_0_are_as_if_they_were_not_there(case):
     """But for the divisor, which counts them."""
-    kind, _, name = case.partition(" ")
-    teacher, options = (None, SFT[name]) if kind == "sft" else (7, KD[name])
     weights = [float(i % 3 != 0) for i in range(N)]
     data = rows(weights)
     kept = data.select([i for i, w in enumerate(weights) if w])
-    model = [None if teacher is None else tiny_model(seed=teacher) for _ in range(2)]
-    got, loss = step(data, True, model[0], **options)
-    want, of_kept = step(kept, False, model[1], **options)
-    tokens = supervised(data)
-    if options.get("max_length") == 6:
+    with taught(case) as options:
+        got, loss = step(data, True, **options())
+        want, of_kept = step(kept, False, **options())
+    tokens = [len(text.split()) + 1 for text in data["completion"]]  # and the end
+    if "cut" in case:
         tokens = [min(count, 5) for count in tokens]  # the first of six is not predicted
     share = sum(t * w for t, w in zip(tokens, weights, strict=True)) / sum(tokens)
-    assert_close(got, want, share)
-    assert loss == pytest.approx(of_kept * share, rel=1e-4)
-
-
-def test_a_servers_tokens_are_weighted_too():
-    data = rows([float(i % 2) for i in range(N)])
-    kept = data.select(range(1, N, 2))
-    tokens = supervised(data)
-    with served(tiny_model(seed=7)) as server:
-        options = {
-            "teacher": "server", "teacher_server_base_url": server.url, "teacher_server_model": "tiny",
-            "losses": [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}],
-        }  # fmt: skip
-        got, loss = step(data, True, **options)
-        want, of_kept = step(kept, False, **options)
-    share = sum(tokens[1::2]) / sum(tokens)
     assert_close(got, want, share)
     assert loss == pytest.approx(of_kept * share, rel=1e-4)
 
@@ -182,46 +163,6 @@ def test_what_is_no_weight_is_refused(name):
     data, options, error, message = WRONG[name]
     with pytest.raises(error, match=message):
         trainer_of(data(), True, per_device_train_batch_size=4, **options)
-
-
-def sparse(logits: torch.Tensor) -> SparseAnswer:
-    top, shape = logits.log_softmax(-1).topk(5, -1), logits.shape[:-1]
-    ids, zeros = top.indices.int(), torch.zeros(shape)
-    return SparseAnswer(TokenTargets(ids, top.values, ids[..., 0], zeros, None, zeros), "bucket", logits.shape[-1])
-
-
-def uld(logits: torch.Tensor) -> UldAnswer:
-    partners = torch.arange(logits[..., 0].numel()).view(logits.shape[:-1])
-    return UldAnswer(logits, partners, logits.shape[-1])
-
-
-ANSWERS = {
-    "ce": (None, LossOptions()),
-    "dense": (DenseAnswer, LossOptions(distillation=Distillation({"jsd": 0.5, "tvd": 1.0}, ce_weight=0.3))),
-    "sparse": (sparse, LossOptions(distillation=Distillation({"forward_kl": 1.0}, ce_weight=0.3))),
-    "uld": (uld, LossOptions(distillation=Distillation({}, uld_weight=0.7, ce_weight=0.3))),
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_stored_logits_are_weighted_too(name):
-    """The loss is each token's own, times its weight, whatever the others weigh."""
-    answer_of, options = ANSWERS[name]
-    student, teacher = torch.randn(2, 2, 5, 16) * 3
-    labels, weights = torch.randint(16, (2, 5)), torch.rand(2, 5)
-    labels[0, 2] = -100
-
-    def loss(weights):
-        targets = BatchTargets.of(labels, None, 7.0, weights=None if weights is None else TokenWeights(weights))
-        if answer_of is None:
-            return cross_entropy_loss(student, targets, options).loss
-        return answer_of(teacher).for_targets(targets).loss(student, targets, options).loss
-
-    alone = torch.stack([loss(one.view(2, 5)) for one in torch.eye(10)])
-    assert float(loss(weights)) == pytest.approx(float((alone * weights.flatten()).sum()), rel=1e-4)
-    assert float(alone.sum()) == pytest.approx(float(loss(None)), rel=1e-4)
-    nothing = [1, 4, 9]  # before the ignored label, and at the ends
-    assert [i for i, x in enumerate(alone.tolist()) if x == 0] == nothing
 
 
 def test_a_run_takes_the_column_of_a_file(tmp_path, monkeypatch, capsys):

@@ -8,12 +8,10 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from peft.tuners.tuners_utils import BaseTunerLayer
 from tiny import VOCAB, WORDS, completions, double_copy, texts, tiny_model, tiny_tokenizer, train_args
-from trainings import logged, sft, supervised_logits, trained
+from trainings import logged, sft, trained
 from transformers import Trainer
 from trl import ModelConfig, SFTTrainer, get_peft_config
-from trl.trainer import sft_trainer
 
 from liger_trainer import LigerDistillConfig, patch
 from liger_trainer.errors import ConfigError, DataError
@@ -28,15 +26,16 @@ pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogits
 )
 def test_dropout_of_adapters(options):
     """Masks that torch's seed decides, with and without layers that run a second time in the backward."""
-    runs = []
-    for dropout, checkpoints in ((0.3, False), (0.3, True), (0.0, False)):
+
+    def losses(dropout, checkpoints):
         adapters = LoraConfig(target_modules="all-linear", r=4, lora_dropout=dropout)
         how = {"peft_config": adapters, "gradient_checkpointing": checkpoints, "max_steps": 4}
         trainer = trained(sft(data=texts(), **how, **options))
         assert not [name for name in trainer.patched.report.left_alone if "LoRA" in name]
-        runs.append(logged(trainer))
-    assert runs[0] == pytest.approx(runs[1], rel=1e-6)
-    assert len(runs[2]) == 4 and runs[0] != pytest.approx(runs[2], rel=1e-6)
+        return logged(trainer)
+
+    want = losses(0.3, False)
+    assert losses(0.3, True) == pytest.approx(want, rel=1e-6) and losses(0.0, False) != pytest.approx(want, rel=1e-6)
 
 
 # Metrics
@@ -113,23 +112,6 @@ def test_an_evaluation_has_the_metrics_of_its_rows_whatever_came_before(monkeypa
     assert all(again[f"eval_{name}"] == last[f"eval_{name}"] == want[f"eval_{name}"] for name in METRICS)
 
 
-def perplexity_by_hand(dataset):
-    """Of the mean over the supervised tokens, row by row, on real logits in fp64."""
-    model = double_copy(tiny_model())
-    with torch.no_grad():
-        pairs = [supervised_logits([model], row) for row in dataset]
-    nll = sum(torch.nn.functional.cross_entropy(*pair, reduction="sum").item() for pair in pairs)
-    return math.exp(nll / sum(len(labels) for _, labels in pairs))
-
-
-def test_perplexity_is_of_the_mean_over_tokens():
-    trainer = sft(eval_data=completions(11, seed=5), learning_rate=0.0, num_train_epochs=1, max_steps=-1,
-                  logging_strategy="epoch")  # fmt: skip
-    want = perplexity_by_hand(trainer.eval_dataset), perplexity_by_hand(trainer.train_dataset)
-    got = trainer.evaluate()["eval_perplexity"], logged(trained(trainer), "perplexity")[-1]
-    assert got == pytest.approx(want, rel=1e-5)
-
-
 def test_compute_loss_func_gets_logits():
     shapes = []
 
@@ -160,9 +142,9 @@ def test_layers_are_patched_and_one_line_says_so(capsys):
     assert "RMSNorm" not in swapped and "SwiGLU" in swapped
 
 
-def with_stored_logits():
+def with_limit(value):
     model = tiny_model()
-    patch(model, cross_entropy=True)
+    model.generation_config.max_new_tokens = value
     return model
 
 
@@ -172,31 +154,14 @@ def with_another_loss():
     return model
 
 
-def with_limit(value):
-    model = tiny_model()
-    model.generation_config.max_new_tokens = value
-    return model
-
-
-REFUSED = {
-    "an unknown option": (
-        tiny_model, {"liger_kernel_config": {"rms_norms": True}}, "Unknown patch options: rms_norms. There are rope",
-    ),
-    "no fused loss": (
-        tiny_model, {"liger_kernel_config": {"fused_linear_cross_entropy": False}},
-        "compute their loss from hidden states.*SFTTrainer",
-    ),
-    "a loss on logits": (
-        tiny_model, {"liger_kernel_config": {"cross_entropy": True}},
-        "compute their loss from hidden states.*SFTTrainer",
-    ),
-    "a model with a loss on logits": (
-        with_stored_logits, {}, "was patched with cross_entropy=True before.*without cross_entropy",
-    ),
-    "a loss of its own": (with_another_loss, {}, "has a loss of its own"),
-    # before training
+ON_LOGITS = "compute their loss from hidden states.*SFTTrainer"
+REFUSED = {  # before training
+    "an unknown option": (tiny_model, {"rms_norms": True}, "Unknown patch options: rms_norms. There are rope"),
+    "no fused loss": (tiny_model, {"fused_linear_cross_entropy": False}, ON_LOGITS),
+    "a loss on logits": (tiny_model, {"cross_entropy": True}, ON_LOGITS),
+    "another loss": (with_another_loss, None, "has a loss of its own"),
     "a file that cannot be saved": (
-        lambda: with_limit(-1), {}, "generation_config could not be saved with the trained model: .*-1",
+        lambda: with_limit(-1), None, "generation_config could not be saved with the trained model: .*-1",
     ),
 }  # fmt: skip
 
@@ -204,12 +169,16 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_models_and_options_that_are_refused(case):
     make, options, message = REFUSED[case]
-    model = make()
-    record = patched_record(model)
     with pytest.raises(ConfigError, match=message):
-        sft(model, **options)
-    if record is not None:
-        assert record.report.swapped["cross-entropy"] == 1 and patched_record(model) is record
+        sft(make(), liger_kernel_config=options)
+
+
+def test_a_model_that_was_patched_with_a_loss_on_logits_is_refused_and_stays_so():
+    model = tiny_model()
+    record = patch(model, cross_entropy=True)
+    with pytest.raises(ConfigError, match="was patched with cross_entropy=True before.*without cross_entropy"):
+        sft(model)
+    assert record.report.swapped["cross-entropy"] == 1 and patched_record(model) is record
 
 
 def test_a_loss_that_an_sfttrainer_took_off_is_missed():
@@ -250,22 +219,21 @@ def test_adapters_on_the_head_are_part_of_the_loss():
         torch.testing.assert_close(trainer.model.get_parameter(name).grad.double(), gradient, rtol=1e-4, atol=1e-6)
 
 
+def test_trl_still_refuses_them():
+    """Also after our trainer, whether it was made or refused its options."""
+    sft()
+    with pytest.raises(ConfigError):
+        sft(liger_kernel_config={"nope": True})
+    with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+        sft(cls=SFTTrainer, peft_config=head_adapter())
+
+
 def test_one_module_in_trls_model_arguments_gets_adapters():
     """ModelConfig makes text of the list, which PEFT takes for a pattern of whole paths."""
     adapters: Any = get_peft_config(ModelConfig(use_peft=True, lora_target_modules=["q_proj"], lora_r=2))
     trained_names = [name for name, p in sft(peft_config=adapters).model.named_parameters() if p.requires_grad]
     assert trained_names and all(".q_proj.lora_" in name for name in trained_names)
     assert adapters.target_modules == "q_proj"
-
-
-def test_trl_still_refuses_them():
-    sft()
-    assert sft_trainer.BaseTunerLayer is BaseTunerLayer
-    with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
-        sft(cls=SFTTrainer, peft_config=head_adapter())
-    with pytest.raises(ConfigError):
-        sft(liger_kernel_config={"nope": True})
-    assert sft_trainer.BaseTunerLayer is BaseTunerLayer
 
 
 # Rows that are left out
@@ -319,11 +287,11 @@ def test_an_evaluation_dataset_is_not_called_as_the_training_rows_are(tmp_path):
 
 
 def test_no_row_left_is_an_error():
-    message = r"No row of the train dataset has a supervised token within max_length=4: .*Check the completions"
-    with pytest.raises(DataError, match=message):
-        sft(data=with_prompts((4, 2), (5, 1)), max_length=4)
-    with pytest.raises(DataError, match="No row of the eval dataset"):
-        sft(eval_data=with_prompts((4, 2)), data=with_prompts((1, 2)), max_length=4)
+    short = {"train": {"data": with_prompts((4, 2), (5, 1))}, "eval": {"eval_data": with_prompts((4, 2))}}
+    for which, rows in short.items():
+        message = f"No row of the {which} dataset has a supervised token within max_length=4: .*Check the completions"
+        with pytest.raises(DataError, match=message):
+            sft(max_length=4, **{"data": with_prompts((1, 2)), **rows})
 
 
 def test_rows_are_counted_in_a_stream_by_trl():
@@ -331,46 +299,39 @@ def test_rows_are_counted_in_a_stream_by_trl():
     assert trainer.skipped_rows == {} and math.isfinite(logged(trainer)[0])
 
 
-@pytest.mark.parametrize("what", ["one process", "fsdp", "processes"])
-def test_an_evaluation_before_training_leaves_nothing_on_the_model_of_several_processes(monkeypatch, what):
-    """What accelerate did for it is undone, so that training prepares the model again; nowhere else is there a need."""
+def test_an_evaluation_before_training_leaves_nothing_on_the_model_of_several_processes(monkeypatch):
+    """What accelerate did for it is undone, so that training prepares the model again."""
     trainer, found = sft(bf16=True, max_steps=1), []
     before = trainer.model.forward
     trainer.evaluate(trainer.train_dataset)
     assert trainer.model.forward != before
-    with monkeypatch.context() as several:
-        several.setattr(type(trainer.accelerator), "num_processes", 1 if what == "one process" else 2)
-        several.setattr(trainer, "is_fsdp_enabled", what == "fsdp")
-        several.setattr(Trainer, "train", lambda self, *_, **__: found.append(self.model.forward == before))
-        trainer.train()
-    assert found == [what == "processes"]
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    monkeypatch.setattr(Trainer, "train", lambda self, *_, **__: found.append(self.model.forward == before))
     trainer.train()
-
-
-PUBLISHED = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}  # against transformers' rules
+    assert found == [True]
 
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_generation_config_as_published_is_saved_as_it_is(by_name, tmp_path):
+    published = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}  # against transformers' rules
     model, given = tiny_model(), str(tmp_path / "model")
     model.save_pretrained(given)
-    (tmp_path / "model/generation_config.json").write_text(json.dumps(PUBLISHED))
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(published))
     trainer = trained(sft(given if by_name else type(model).from_pretrained(given), max_steps=1))
     trainer.save_model(str(tmp_path / "saved"))
     saved = json.loads((tmp_path / "saved/generation_config.json").read_text())
-    assert PUBLISHED.items() <= saved.items()
-
-
-LONG = Dataset.from_list([{"text": "w1 " * n} for n in (3, 30, 5)])
+    assert published.items() <= saved.items()
 
 
 @pytest.mark.parametrize("case", ["whole", "padded", "stream"])
 def test_rows_beyond_the_positions_of_a_table_are_refused(case):
-    model, options = tiny_model("gpt2", max_position_embeddings=24), {"max_steps": 1}
-    rows = {"whole": LONG, "padded": LONG.select([0, 2, 2]), "stream": LONG.to_iterable_dataset()}[case]
-    options |= {"pad_to_multiple_of": 32} if case == "padded" else {}
+    long = Dataset.from_list([{"text": "w1 " * n} for n in (3, 30, 5)])
+    rows = {"whole": long, "padded": long.select([0, 2, 2]), "stream": long.to_iterable_dataset()}[case]
+    model, options = tiny_model("gpt2", max_position_embeddings=24), {}
+    if case == "padded":
+        options = {"pad_to_multiple_of": 32}
     with pytest.raises(ConfigError, match="max_length is 64, .* has (31|32|64) tokens, but the model has 24 positions"):
-        sft(model, rows, max_length=64, **options)
+        sft(model, rows, max_length=64, max_steps=1, **options)
     sft(model, rows, max_length=24, max_steps=1).train()
     if case == "whole":  # a model that computes its positions has no such limit
         sft(tiny_model(max_position_embeddings=24), rows, max_length=64, max_steps=1).train()

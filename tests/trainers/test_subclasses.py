@@ -62,8 +62,6 @@ def test_what_a_subclass_makes_of_an_evaluated_batch_counts_too():
 
     assert make(Rounded).evaluate()["eval_loss"] == 7.0
 
-
-def test_a_loss_of_its_own_is_reported_as_trl_does():
     def own(trainer, compute_loss, model, inputs, return_outputs, **kwargs):
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         loss = outputs.logits.float().square().mean()

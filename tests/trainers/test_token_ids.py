@@ -1,14 +1,12 @@
 """Token ids that nobody knows: padded heads never write them, and rows that have them are found before training."""
 
-import contextlib
 import json
 import os
-import threading
 import types
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+import requests
 import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset, Features, List, Value
@@ -59,25 +57,24 @@ def assert_known_tokens(trainer) -> None:
     assert max(int(batch["input_ids"].max()) for batch in seen) < VOCAB
 
 
-@pytest.mark.parametrize(
-    ("student", "teacher", "whose"),
-    [
-        (PADDED, VOCAB, {"lmbda": 1.0}),
-        (PADDED, VOCAB, {"seq_kd": True}),
-        (VOCAB, PADDED, {"seq_kd": True}),
-        (PADDED, PADDED, {"lmbda": 1.0, "gradient_accumulation_steps": 2}),
-    ],
-)
-def test_rows_of_padding_are_not_sampled(student, teacher, whose):
+HEAD = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+PADDING = {  # rows of the student's and the teacher's head, or the student's base as teacher, and whose completions
+    "the student's": (PADDED, VOCAB, {"lmbda": 1.0}),
+    "the student's, by a teacher": (PADDED, VOCAB, {"seq_kd": True}),
+    "the teacher's": (VOCAB, PADDED, {"seq_kd": True}),
+    "both": (PADDED, PADDED, {"lmbda": 1.0, "gradient_accumulation_steps": 2}),
+    "adapters on the head": (PADDED, PADDED, {"lmbda": 1.0, "peft_config": HEAD}),
+    "the student without adapters": (
+        PADDED, "self", {"beta": 1.0, "lmbda": 0.5, "seq_kd": True, "peft_config": LoraConfig(r=2)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PADDING)
+def test_rows_of_padding_are_not_sampled(case):
     """Else: an IndexError in the embedding of the one that has fewer rows, an index out of bounds in the loss."""
-    assert_known_tokens(make(hot(rows=student), hot(rows=teacher, seed=1), **whose))
-
-
-def test_nor_by_adapters_on_the_head_or_by_the_student_without_them():
-    lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
-    assert_known_tokens(make(hot(), hot(seed=3), lmbda=1.0, peft_config=lora))
-    options = {"beta": 1.0, "lmbda": 0.5, "seq_kd": True}
-    assert_known_tokens(make(hot(), "self", peft_config=LoraConfig(r=2, task_type="CAUSAL_LM"), **options))
+    student, teacher, options = PADDING[case]
+    assert_known_tokens(make(hot(rows=student), teacher if teacher == "self" else hot(rows=teacher, seed=1), **options))
 
 
 def test_nor_in_the_evaluation_of_prompts_alone():
@@ -114,74 +111,55 @@ def test_the_other_tokens_keep_their_shares():
 # vLLM, as far as TRL's own code goes: there is no vLLM in these tests
 
 
-@contextlib.contextmanager
-def completions_server(model, obeys: bool):
-    """`/v1/completions` as vLLM's server answers it: a bias of -100 to 100 is added to the logits."""
-    requests = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self._send({"data": [{"id": "student"}]})
-
-        def do_POST(self):
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            requests.append(request)
-            bias = torch.zeros(PADDED)
-            for token, value in (request.get("logit_bias") or {}).items():
-                bias[int(token)] = min(100.0, max(-100.0, value)) if obeys else 0.0
-            self._send({"choices": [self._complete(ids, bias, request["max_tokens"]) for ids in request["prompt"]]})
-
-        @torch.no_grad()
-        def _complete(self, prompt, bias, count):
-            ids = torch.tensor([prompt])
-            for _ in range(count):
-                ids = torch.cat([ids, (model(ids).logits[:, -1] + bias).softmax(-1).multinomial(1)], 1)
-            return {"prompt_token_ids": prompt, "token_ids": ids[0, len(prompt) :].tolist(), "logprobs": None}
-
-        def _send(self, answer):
-            body = json.dumps(answer).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", requests
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 @pytest.fixture
 def without_vllm(monkeypatch):
     """TRL's client and generation, but for what sends weights to a GPU."""
     for module in (vllm_client, vllm_generation):
         monkeypatch.setattr(module, "is_vllm_available", lambda *args, **kwargs: True)
-    monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, **kwargs: None)
-    monkeypatch.setattr(vllm_client.VLLMClient, "close_communicator", lambda self: None)
-    monkeypatch.setattr(vllm_generation.VLLMGeneration, "sync_weights", lambda self: None)
+    for owner, name in (
+        (vllm_client.VLLMClient, "init_communicator"), (vllm_client.VLLMClient, "close_communicator"),
+        (vllm_generation.VLLMGeneration, "sync_weights"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, lambda self, **kwargs: None)
 
 
 @pytest.mark.parametrize("obeys", [True, False])
-def test_a_vllm_server_is_told_through_trls_client(without_vllm, obeys):
-    student = hot()
-    with completions_server(hot(), obeys) as (url, requests):
-        trainer = make(
-            student, hot(seed=3), lmbda=1.0, use_vllm=True, vllm_mode="server", vllm_server_base_url=url,
-            generation_kwargs={"logit_bias": {"5": 2.0}, "seed": 1},
-        )  # fmt: skip
-        if obeys:
-            assert_known_tokens(trainer)
-        else:
-            with pytest.raises(ConfigError, match=r"vLLM sampled the token \d+, which student and"):
-                trainer.train()
+def test_a_vllm_server_is_told_through_trls_client(without_vllm, monkeypatch, obeys):
+    model, asked = hot(), []
+
+    @torch.no_grad()
+    def post(session, url, **sent):
+        """`/v1/completions` of vLLM's server: a bias of -100 to 100 is added to the logits."""
+        request = json.loads(json.dumps(sent["json"]))
+        asked.append(request)
+        bias, choices = torch.zeros(PADDED), []
+        for token, value in request["logit_bias"].items():
+            bias[int(token)] = min(100.0, max(-100.0, value)) if obeys else 0.0
+        for prompt in request["prompt"]:
+            ids = torch.tensor([prompt])
+            for _ in range(request["max_tokens"]):
+                ids = torch.cat([ids, (model(ids).logits[:, -1] + bias).softmax(-1).multinomial(1)], 1)
+            made = ids[0, len(prompt) :].tolist()
+            choices.append({"prompt_token_ids": prompt, "token_ids": made, "logprobs": None})
+        return types.SimpleNamespace(status_code=200, json=lambda: {"choices": choices})
+
+    def get(*_, **__):
+        return types.SimpleNamespace(status_code=200, headers={}, json=lambda: {"data": [{"id": "student"}]})
+
+    monkeypatch.setattr(requests, "get", get)
+    monkeypatch.setattr(requests.Session, "get", get)
+    monkeypatch.setattr(requests.Session, "post", post)
+    trainer = make(
+        hot(), hot(seed=3), lmbda=1.0, use_vllm=True, vllm_mode="server", vllm_server_base_url="http://vllm:8000",
+        generation_kwargs={"logit_bias": {"5": 2.0}, "seed": 1},
+    )  # fmt: skip
+    if obeys:
+        assert_known_tokens(trainer)
+    else:
+        with pytest.raises(ConfigError, match=r"vLLM sampled the token \d+, which student and"):
+            trainer.train()
     wanted = {"5": 2.0, **{str(token): -100.0 for token in range(VOCAB, PADDED)}}
-    assert requests and all(request["logit_bias"] == wanted and request["seed"] == 1 for request in requests)
+    assert asked and all(request["logit_bias"] == wanted and request["seed"] == 1 for request in asked)
 
 
 @pytest.fixture
@@ -251,7 +229,7 @@ def test_a_row_with_an_id_that_the_model_does_not_have(options):
         tune(rows(GOOD, GOOD), data, **options)
     with pytest.raises(DataError, match=FOUND.replace("(train|eval)", "seen")):
         tune(rows(GOOD, GOOD), {"seen": data}, **options)
-    sft(tiny_model(vocab_size=PADDED), data, max_steps=1, **options).train()
+    sft(wide(), data, max_steps=1, **options).train()
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model():
@@ -263,57 +241,49 @@ def test_a_tokenizer_with_more_tokens_than_the_model():
 
 
 def test_ids_below_zero():
-    with pytest.raises(DataError, match="Row 1 of the train dataset has token id -7"):
-        tune(rows(GOOD, [1, -7, 3]))
-    with pytest.raises(DataError, match="Row 0 of the train dataset has a supervised token of id -1, but the model"):
-        tune(rows([1, 2, 3], labels=[[-100, -1, 3]]))
+    for data, said in (
+        (rows(GOOD, [1, -7, 3]), "Row 1 of the train dataset has token id -7"),
+        (rows([1, 2, 3], labels=[[-100, -1, 3]]), "Row 0 of the train dataset has a supervised token of id -1, but"),
+    ):
+        with pytest.raises(DataError, match=said):
+            tune(data)
+
+
+MASKED = rows(GOOD, BAD, labels=[[-100, 2, 3, 4], [-100, 2, -100, 4]])
+OF_TEACHER = f"Row 1 of the train dataset has token id {VOCAB + 6}, but the teacher has 64"
+
+
+def wide(**options):
+    return tiny_model(vocab_size=PADDED, **options)
 
 
 def test_rows_of_a_distillation():
     """Tokens may be those of either's padding, as far as both have it; supervised ones are those of the vocabulary."""
-    masked = rows(GOOD, [1, VOCAB + 6, 3, 4], labels=[[-100, 2, 3, 4], [-100, -100, 3, 4]])
-    wide, narrow = tiny_model(vocab_size=PADDED), tiny_model(seed=1)
-    with pytest.raises(DataError, match=f"Row 1 of the train dataset has token id {VOCAB + 6}, but the teacher"):
-        make(wide, narrow, masked)
-    make(wide, tiny_model(vocab_size=PADDED, seed=1), masked).train()
+    for teacher in (tiny_model(seed=1), {"a": wide(seed=1), "b": tiny_model(seed=2)}):
+        with pytest.raises(DataError, match=OF_TEACHER):
+            make(wide(), teacher, MASKED)
+    make(wide(), wide(seed=1), MASKED).train()
     supervised = f"Row 2 of the train dataset has a supervised token of id {VOCAB + 6}, but the vocabulary that st"
     with pytest.raises(DataError, match=supervised):
-        make(wide, tiny_model(vocab_size=PADDED, seed=1), rows(GOOD, GOOD, BAD))
+        make(wide(), wide(seed=1), rows(GOOD, GOOD, BAD))
 
 
 def test_rows_of_a_capture(tmp_path):
     args = train_args(LigerDistillConfig, teacher="cache", teacher_cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(DataError, match=f"Row 1 of the train dataset has token id {VOCAB + 6}, but the teacher has 64"):
-        capture(tiny_model(), args, tiny_tokenizer(), rows(GOOD, BAD))
-    with pytest.raises(DataError, match="Row 1 of the train dataset has a supervised token of id 70, but the token"):
-        capture(tiny_model(vocab_size=PADDED), args, tiny_tokenizer(), rows(GOOD, BAD))
+    supervised = "Row 1 of the train dataset has a supervised token of id 70, but the token"
+    for teacher, said in ((tiny_model(), OF_TEACHER), (wide(), supervised)):
+        with pytest.raises(DataError, match=said):
+            capture(teacher, args, tiny_tokenizer(), rows(GOOD, BAD))
 
 
-def test_rows_of_several_teachers_and_of_one_of_another_tokenizer(tmp_path):
-    """The one reads what the student does; the other its own tokens."""
-    teachers = {"a": tiny_model(vocab_size=PADDED, seed=1), "b": tiny_model(seed=2)}
-    masked = rows(GOOD, [1, VOCAB + 6, 3, 4], labels=[[-100, 2, 3, 4], [-100, -100, 3, 4]])
-    with pytest.raises(DataError, match="Row 1 of the train dataset has token id 70, but the teacher has 64 tokens"):
-        make(tiny_model(vocab_size=PADDED), teachers, masked)
-    tiny_model(vocab_size=PADDED).save_pretrained(tmp_path)
+def test_a_teacher_of_another_tokenizer_reads_its_own_tokens(tmp_path):
+    wide().save_pretrained(tmp_path)
     with_tokens(*(f"{word}x" for word in WORDS[:8])).save_pretrained(tmp_path)
     make(tiny_model(), str(tmp_path), texts(8), losses=[{"type": "uld"}]).train()
 
 
-def test_the_largest_of_each_row():
-    """Empty rows, rows over many chunks, labels that are ignored; against Python."""
-    rng = np.random.default_rng(0)
-    ids = [rng.integers(0, 10**6, rng.integers(0, 5)).tolist() for _ in range(9000)]
-    labels = [[-100 if token % 3 else token for token in row] for row in ids]
-    found = LargestIds.of(Dataset.from_dict({"input_ids": ids, "labels": labels}))
-    assert found.tokens.tolist() == [max(row, default=0) for row in ids]
-    assert found.labels.tolist() == [max([0, *row]) for row in labels]
-    part = Dataset.from_dict({"input_ids": ids}).select(range(10, 20))
-    assert LargestIds.of(part).labels.tolist() == [max(row, default=0) for row in ids[10:20]]
-
-
 def test_rows_of_one_length_are_read(tmp_path):
-    """As chunked beforehand: a column of lists that all have the same length is of a type of its own."""
+    """As chunked beforehand: a column of lists that all have the same length has its own type."""
     column = List(Value("int64"), length=4)
     features = Features({"input_ids": column, "labels": column})
     data = Dataset.from_dict({"input_ids": [GOOD] * 4, "labels": [GOOD] * 4}, features=features)
@@ -322,6 +292,18 @@ def test_rows_of_one_length_are_read(tmp_path):
     bad = Dataset.from_dict({"input_ids": [GOOD, BAD], "labels": [GOOD, BAD]}, features=features)
     with pytest.raises(DataError, match=f"Row 1 .* token id {VOCAB + 6}"):
         tune(bad, dataset_kwargs={"skip_prepare_dataset": True})
+
+
+def test_the_largest_of_each_row():
+    """Empty rows, rows over many chunks, a part of them, labels that are ignored; against Python."""
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 10**6, rng.integers(0, 5)).tolist() for _ in range(9000)]
+    labels = [[-100 if token % 3 else token for token in row] for row in ids]
+    whole = Dataset.from_dict({"input_ids": ids, "labels": labels})
+    for data, part in ((whole, slice(None)), (whole.select(range(10, 20)), slice(10, 20))):
+        found = LargestIds.of(data)
+        assert found.tokens.tolist() == [max(row, default=0) for row in ids[part]]
+        assert found.labels.tolist() == [max([0, *row]) for row in labels[part]]
 
 
 class WithoutHead(LlamaForCausalLM):

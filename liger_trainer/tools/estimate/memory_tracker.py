@@ -65,7 +65,7 @@ class MemoryTracker(TorchDispatchMode):
             return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         part = self.part
-        # autocast casts weights and keeps the copies until the step ends.
+        # Copies of weights that autocast makes are a part by themselves: sharded models do not have them.
         if func is torch.ops.aten._to_copy.default and "weights" in (self.part_of(args[0]) or ""):
             part = AUTOCAST
         self._count(tree_leaves(result), part)

@@ -216,11 +216,7 @@ class _TrainerSteps:
             for parameter in self.trained:
                 parameter.grad = torch.empty_like(parameter)
                 tracker.add([parameter.grad], "gradients")
-        with tracker.during("forward", "activations"):
-            loss = self._loss()
-            with tracker.during("backward", "in the backward"):
-                loss.backward()
-                tracker.pool = None
+        self._micro_batch()
         unused = -self._drop_unused_gradients()
         phases = [*tracker.peaks.values()]
         # The state of the optimizer is made in the first step, and there during the second.
@@ -252,6 +248,13 @@ class _TrainerSteps:
             if parameter not in self.used:
                 parameter.grad = None
         return before - self.tracker.live["gradients"]
+
+    def _micro_batch(self) -> None:
+        with self.tracker.during("forward", "activations"):
+            loss = self._loss()
+            with self.tracker.during("backward", "in the backward"):
+                loss.backward()
+                self.tracker.pool = None
 
     def _loss(self) -> Tensor:
         spec = self.spec
