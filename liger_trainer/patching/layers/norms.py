@@ -90,7 +90,7 @@ class NormRule:
             weight = weight + self.form.offset
         if self.autocast == "narrow" and torch.is_autocast_enabled():
             narrow = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = (t if t is None else t.to(narrow) for t in (x, weight, bias))
+            x, weight, bias = x.to(narrow), *(None if p is None else p.to(narrow) for p in (weight, bias))
         elif self.autocast == "widen" and widens and x.element_size() < 4 and torch.is_autocast_enabled(x.device.type):
             x = x.float()
         if centred:
