@@ -17,6 +17,7 @@ from trl.trainer.utils import create_model_from_path
 
 from ..common.console import announce
 from ..common.weights import load_merged
+from ..compat.models import unsplit_layers
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.model_parts import Head, device_of, embedding_rows, output_module, placeholder_ids, reads_images
@@ -98,7 +99,7 @@ def shard(teacher: PreTrainedModel, accelerator: Any, like: nn.Module | None = N
     }
     if like is not None and getattr(output_module(like), KEEPS_ROWS, False):
         load("vocab_parallel").shard_like(like, base_of(teacher), **how)
-    layers = set(getattr(teacher, "_no_split_modules", None) or ())
+    layers = unsplit_layers(teacher)
     for module in list(teacher.modules()):
         if type(module).__name__ in layers:
             fully_shard(module, **how)

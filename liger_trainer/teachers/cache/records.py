@@ -50,6 +50,7 @@ import torch.nn.functional as F
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from ...compat.modules import forward_below_hook
 from ...errors import ConfigError
 from ...kernels.linear_sparse_divergence import MAX_ENTRIES
 from ...losses.answers import TokenTargets
@@ -377,8 +378,7 @@ class TeacherHead:
 
 def _read(module: Any) -> Head | str:
     """Read a head; one that accelerate's hooks only move inputs for, as in a spread model, is read all the same."""
-    own = getattr(module, "_old_forward", None)
-    if getattr(module, "_hf_hook", None) is None or getattr(own, "__func__", None) is not nn.Linear.forward:
+    if getattr(forward_below_hook(module), "__func__", None) is not nn.Linear.forward:
         return Head.read(module)
     if module.weight.is_meta:
         return "its weight is offloaded"
