@@ -50,7 +50,7 @@ def vector(n: int, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return x.new_empty(n, dtype=dtype)
 
 
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each of many tensors to its target, in one launch for all: torch has no public function that does."""
     torch._foreach_copy_(targets, sources)
 

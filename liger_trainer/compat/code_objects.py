@@ -22,6 +22,8 @@ import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from . import missed
+
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _ALWAYS_JUMPS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE", "JUMP")
 _number = itertools.count()
@@ -104,13 +106,24 @@ def takes_item_of(function: Any, name: str) -> bool:
     return False
 
 
+# See `missed`. Here, and not in recognitions.py, which imports transformers: layers are used without it too.
+NO_SOURCE = (
+    "the source of transformers' models cannot be read",  # as where only compiled files are installed
+    "linear layers of one input are computed one by one",
+)
+
+
 @functools.cache  # each layer of a model has the same class, and reading takes a millisecond
 def forward_source(kind: type) -> ast.FunctionDef | None:
     """Return the forward of a class of modules; None where there is no source, or not that of one function."""
     try:
         source = inspect.getsource(inspect.unwrap(kind.forward))  # pyright: ignore[reportAttributeAccessIssue]
         (function,) = ast.parse(textwrap.dedent(source)).body
-    except (OSError, TypeError, SyntaxError, ValueError):
+    except OSError:  # there is no file with it
+        if kind.__module__.startswith("transformers.models."):
+            missed(*NO_SOURCE)
+        return None
+    except (TypeError, SyntaxError, ValueError):
         return None
     return function if isinstance(function, ast.FunctionDef) else None
 

@@ -44,7 +44,7 @@ def need_in(module: nn.Module, parameters: list[nn.Parameter]) -> None:
         import deepspeed  # pyright: ignore[reportMissingImports]
 
         for parameter in parameters:
-            deepspeed.zero.register_external_parameter(module, parameter)
+            deepspeed.zero.register_external_parameter(module, parameter)  # pyright: ignore
         if not all(is_needed_in(module, parameter) for parameter in parameters):
             missed(
                 "DeepSpeed does not note parameters that other modules need as we know it",
@@ -67,7 +67,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
         return
     import deepspeed  # pyright: ignore[reportMissingImports]
 
-    with deepspeed.zero.GatheredParameters(missing):
+    with deepspeed.zero.GatheredParameters(missing):  # pyright: ignore
         yield
 
 

@@ -23,6 +23,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from . import missed
 from .code_objects import (
+    NO_SOURCE,
     always_reads_after,
     closed_over,
     code_of,
@@ -55,10 +56,14 @@ class Recognition:
     sample: Callable[[], bool]
 
 
-@torch.compiler.disable  # what is asked in a compiled forward is asked outside of its graph
-@functools.cache
+@torch.compiler.disable()  # what is asked in a compiled forward is asked outside of its graph
 def check(recognition: Recognition) -> bool:
     """Return whether the sample of a recognition is recognised; if not, say so once."""
+    return _tried(recognition)
+
+
+@functools.cache
+def _tried(recognition: Recognition) -> bool:
     try:
         recognised = recognition.sample()
     except Exception:  # what a release has moved or renamed fails in any way
@@ -174,7 +179,7 @@ def is_usual_attention(function: Any) -> bool:
 def _knows_eager() -> bool:
     """Whether Llama's eager attention computes softmax(q k / sqrt(d) + mask) v, and nothing more."""
     q, k, v = torch.linspace(-2, 2, 72, dtype=torch.float64).sin().reshape(3, 1, 2, 3, 4)
-    module = nn.Module().eval()
+    module: Any = nn.Module().eval()
     module.num_key_value_groups = 1
     mask = torch.full((3, 3), float("-inf"), dtype=torch.float64).triu(1)[None, None]
     found = modeling_llama.eager_attention_forward(module, q, k, v, mask, scaling=0.5, dropout=0.0)[0]
@@ -293,17 +298,8 @@ EXPERTS = Recognition(
 )
 
 
-def source_of_forward(kind: type) -> Any:
-    """Return `forward_source(kind)`, and say so where a class of transformers should have one."""
-    source = forward_source(kind)
-    if source is None and kind.__module__.startswith("transformers.models."):
-        check(SOURCE)
-    return source
-
-
 SOURCE = Recognition(
-    "the source of transformers' models cannot be read",  # as where only compiled files are installed
-    "linear layers of one input are computed one by one",
+    *NO_SOURCE,
     lambda: forward_source(modeling_llama.LlamaAttention) is not None,
 )
 
@@ -394,7 +390,7 @@ def _knows_trl_head() -> bool:
     from trl.trainer.utils import add_fused_lm_head
 
     # the whole way, since the wrapper is a closure that only TRL's function can make
-    config = modeling_llama.LlamaConfig(vocab_size=2, num_hidden_layers=0)
+    config = modeling_llama.LlamaConfig(vocab_size=2, num_hidden_layers=0, bos_token_id=None, eos_token_id=None)
     with torch.device("meta"):
         model: Any = modeling_llama.LlamaForCausalLM(config)
     own = model.forward
@@ -434,7 +430,7 @@ def _knows_checkpoints() -> bool:
 
     x = torch.ones((), requires_grad=True)
     with torch.enable_grad():
-        torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)
+        torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)  # pyright: ignore[reportAttributeAccessIssue]
     return inside[0] is not None and checkpoint_hook() is None
 
 

@@ -4,7 +4,7 @@ Where torch has a public function for the same, a comment says why it does not s
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -90,17 +90,17 @@ def checkpoint_hook() -> Any:
 # Optimizers. `torch._foreach_*` updates many tensors in one launch: torch's own optimizers are written with them.
 
 
-def add_to_all(tensors: Sequence[Tensor], number: float) -> None:
+def add_to_all(tensors: list[Tensor], number: float) -> None:
     """Add a number to each of many tensors."""
     torch._foreach_add_(tensors, number)
 
 
-def subtract_from_all(tensors: Sequence[Tensor], number: Tensor) -> None:
+def subtract_from_all(tensors: list[Tensor], number: Tensor) -> None:
     """Subtract a number on the device from each of many tensors."""
     torch._foreach_sub_(tensors, [number] * len(tensors))  # one tensor for all would be read by the host
 
 
-def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply each of many tensors by a number on the device."""
     torch._foreach_mul_(tensors, factor)
 

@@ -94,9 +94,9 @@ def gather(module: nn.Module, model: nn.Module) -> None:
     freed = [name for name, p in module.named_parameters() if is_partitioned(p) and not is_needed_in(model, p)]
     if freed:
         raise ConfigError(
-            f"ZeRO-3 gathers {', '.join(freed)} of the output head ({type(module).__name__}) for its own forward "
-            "alone: the model was patched before DeepSpeed was configured, or its head was changed since. Make the "
-            "training arguments first, then patch the model that will be trained."
+            f"ZeRO-3 gathers {', '.join(freed)} of the output head ({type(module).__name__}) only for its own forward: "
+            "the model was patched before DeepSpeed was configured, or its head was changed since. Make the training "
+            "arguments first, then patch the model that will be trained."
         )
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
@@ -208,7 +208,7 @@ _PEFT_READERS: dict[str, Reader] = {
 def _whole(parameter: Tensor) -> Tensor:
     """Return a sharded parameter gathered: a frozen one of FSDP2, or one of tensor parallelism.
 
-    The gradient is that of this rank's rows. That is right only in tensor parallelism, where all ranks have the same.
+    The gradient is of this rank's rows. That is right only in tensor parallelism, where all ranks have the same.
     """
     full_tensor = getattr(parameter, "full_tensor", None)
     return parameter if full_tensor is None else full_tensor()

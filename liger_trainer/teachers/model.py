@@ -274,7 +274,7 @@ class ModelTeacher(Teacher):
         check_apart(trainer.student, teacher)
         self._check_images(trainer.student, teacher)
         self._fingerprints = describe_frozen_model(teacher)  # before its weights are sharded or streamed
-        # Each rank will keep its share of its own copy, so the copies must be the same.
+        # Each rank will keep its share of the copy that it has, so the copies must be the same.
         if (fsdp or deepspeed) and not keeps_device(self._args):
             check_alike(self._fingerprints, self._name)
         if self._args.teacher_offload:

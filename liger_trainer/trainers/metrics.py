@@ -143,23 +143,18 @@ def widen_notebook_table(trainer: TrainerHost) -> None:
     callbacks = trainer.callback_handler.callbacks
     for place, callback in enumerate(callbacks):
         if type(callback).__name__ == "NotebookProgressCallback":
-            callbacks[place] = _with_more_columns(type(callback))()
+            usual: Any = type(callback)
 
+            class NotebookTable(usual):
+                def on_log(self, args, state, control, logs=None, **kwargs):
+                    if args.eval_strategy != IntervalStrategy.NO or not logs or "loss" not in logs:
+                        return
+                    terms = {name: name.removeprefix(TERM) for name in logs if name.startswith(TERM)}
+                    values = {"Step": state.global_step, "Training Loss": logs["loss"]}
+                    shown = {**terms, **COLUMNS}.items()
+                    self.training_tracker.write_line(values | {to: logs[name] for name, to in shown if name in logs})
 
-def _with_more_columns(usual: type[Any]) -> type[Any]:
-    """Return a subclass of transformers' callback, whose module needs IPython and is imported only in notebooks."""
-
-    class NotebookTable(usual):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            if args.eval_strategy != IntervalStrategy.NO or not logs or "loss" not in logs:
-                return
-            terms = {name: name.removeprefix(TERM) for name in logs if name.startswith(TERM)}
-            shown = {**terms, **COLUMNS}
-            values = {"Step": state.global_step, "Training Loss": logs["loss"]}
-            values |= {title: logs[name] for name, title in shown.items() if name in logs}
-            self.training_tracker.write_line(values)
-
-    return NotebookTable
+            callbacks[place] = NotebookTable()
 
 
 class StepMetrics:

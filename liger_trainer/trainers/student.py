@@ -189,9 +189,9 @@ def check_no_prefix(student: Any) -> None:
     for config in _adapters(student):
         if config.is_prompt_learning:
             raise ConfigError(
-                f"{config.peft_type.value}: what these adapters put in front of a packed row is the first document's "
-                "alone, and keeps the others from being told apart. Set `packing: false` and `padding_free: false`, or "
-                "train adapters of layers, such as LoRA's."
+                f"{config.peft_type.value}: what these adapters put in front of a packed row is only the first "
+                "document's, and keeps the others from being told apart. Set `packing: false` and `padding_free: "
+                "false`, or train adapters of layers, such as LoRA's."
             )
 
 

@@ -243,7 +243,7 @@ REFUSED = [
 @pytest.mark.parametrize("name, change, message", [
     (name, *each) for each in REFUSED for name, loss in EVERY.items()
     if loss.takes(*each[0]) and not (name == "alm" and len(each[0]) > 1)
-], ids=str)  # fmt: skip
+], ids=lambda each: ",".join(each) if isinstance(each, dict) else each)  # fmt: skip
 def test_refusals(name, change, message):
     loss = EVERY[name]
     with pytest.raises(ValueError, match=message):

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...common.replacements import Replacements
+from ...compat.code_objects import forward_source
 from ...compat.modules import is_called, is_hooked, own_children
-from ...compat.recognitions import source_of_forward
 from ...compat.torch_internals import version_of
 from ...kernels.activation_linear import activation_linear
 from ...kernels.gated_linear import gated_linear
@@ -192,7 +192,7 @@ def layers_of_one_input(kind: type) -> tuple[tuple[str, ...], ...]:
 
     Each call is made once in every pass that gets there, and the argument is the caller's own throughout.
     """
-    function = source_of_forward(kind)
+    function = forward_source(kind)
     if function is None:
         return ()
     arguments = {a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}

@@ -32,7 +32,7 @@ moves a divergence more than one in a rare token's (G.711's mu-law):
     x beyond the limit is written as the limit
 
 log p_1 is not written. It follows from sum_k p_k = 1 - R, so the K entries and the tail always make one distribution.
-An entry's log-probability is off by at most the bound of its own log p_1 - log p_k, plus the mean bound of all entries,
+An entry's log-probability is off by at most the bound of its log p_1 - log p_k, plus the mean bound of all entries,
 plus the effect of R's rounding on log(1 - R).
 
 Draws are stratified: one in each m-th of the cumulative distribution. So count / m is p on average, as for independent
