@@ -64,8 +64,12 @@ def names_of(file: str) -> tuple[frozenset[str], frozenset[str]]:
 def foreign_names(file: str) -> set[str]:
     """Return the private names of others that a file uses or overrides: listed ones, and such as we define nowhere."""
     defined, used = names_of(file)
-    everywhere = frozenset().union(*(names_of(other)[0] for other in FILES))
-    return (used - DOCUMENTED - everywhere) | ((used - defined) & LISTED)
+    return (used - DOCUMENTED - our_names()) | ((used - defined) & LISTED)
+
+
+@functools.cache
+def our_names() -> frozenset[str]:
+    return frozenset().union(*(names_of(file)[0] for file in FILES))
 
 
 def holder_of(module: str):
