@@ -80,6 +80,7 @@ def _kind(value: Any, source: ForeignConfig) -> Settings:
 
 def _url(value: Any, source: ForeignConfig) -> Settings:
     """Add the version of the protocol, as DistillKit itself does."""
+    # with or without /v1 at its end
     return {"teacher_server_base_url": value.rstrip("/").removesuffix("/v1") + "/v1"}
 
 
@@ -112,6 +113,7 @@ def _rows(value: Any, source: ForeignConfig) -> Settings:
 
 def _evaluation(value: Any, source: ForeignConfig) -> Settings:
     """Return the held-out split of the same dataset."""
+    # here a run has one dataset with two splits
     at, train = source.reading, source.get("dataset.train_dataset", {})
     for key in ("repo_id", "disk_path", "config_name"):
         if source.take(f"{at}.{key}") != train.get(key):

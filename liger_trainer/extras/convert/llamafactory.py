@@ -61,6 +61,7 @@ def _datasets(value: Any, source: ForeignConfig) -> Settings:
         # ONLINE: every name is a dataset on the hub
         if about is None and str(folder) != "ONLINE":
             source.note(f"{name} is a name in {_TABLE}, which was not found; put its file or hub id here.")
+        # its keys are then converted, or reported, like those of the configuration
         source.add(at, about or {"hf_hub_url": name}, str(found[0]) if found else source.label)
         entries.append(_entry(name, at, found[0].parent if found else folder, source))
         learned[at] = _supervised(about is None or _is_chat(at, source), source)
@@ -126,6 +127,7 @@ def _quantized(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _attention(value: Any, source: ForeignConfig) -> Settings:
+    # what LLaMA-Factory calls them
     words = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager"}
     if value in (None, "auto"):
         return {}

@@ -93,6 +93,7 @@ def _schedule(value: Any, source: ForeignConfig) -> Settings:
 def _distillation(value: Any, source: ForeignConfig) -> Settings:
     """Read (1 - kd_ratio) cross-entropy + kd_ratio divergence."""
     name, ratio = _component(value).replace("WithChunkedOutputLoss", "Loss"), source.take("kd_ratio", 0.5)
+    # the forward KL's share
     symmetric = source.take("kd_loss.sym_kd_ratio", 0.5)
     weights = {
         "ForwardKLLoss": {"forward_kl": ratio},
@@ -164,6 +165,7 @@ def _betas(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _tracker(value: Any, source: ForeignConfig) -> Settings:
+    # by the names of torchtune's classes
     words = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard", "CometLogger": "comet_ml"}
     name = _component(value)
     if name not in (*words, "DiskLogger", "StdoutLogger"):

@@ -62,7 +62,7 @@ class VLLMRecords(ForeignRecords):
 
     def __init__(self, path: Path):
         files = [path] if path.is_file() else sorted(f for f in path.glob("*") if f.suffix in (*LINES, PARQUET))
-        # in a mixture the order of rows would not be that of the folder
+        # in a mixture the order of rows would not be the folder's
         suffixes = {PARQUET if file.suffix == PARQUET else "lines" for file in files}
         if len(suffixes) != 1:
             raise ConfigError(

@@ -122,6 +122,7 @@ def read_options(arguments: Iterable[str]) -> GenerateOptions:
     Raises:
         ConfigError: every option that is unknown, has a value of another type or beyond its limits, or does nothing.
     """
+    # the same reader as for a run's overrides: one way to write a value
     parsed = parse_overrides(list(arguments))
     problems = [str(finding) for finding in parsed.findings]
     fields = {item.name: item for item in dataclasses.fields(GenerateOptions)}
@@ -149,6 +150,7 @@ def read_options(arguments: Iterable[str]) -> GenerateOptions:
 def _rule(item: dataclasses.Field) -> Rule:
     if declared(item)["choices"]:
         return {"enum": list(declared(item)["choices"])}
+    # types themselves, since this file does not postpone annotations
     annotation: Any = item.type
     # `str | None` has arguments, `str` has none
     kinds = [_KINDS[kind] for kind in (get_args(annotation) or (annotation,)) if kind in _KINDS]

@@ -108,6 +108,7 @@ class LigerTrainerPlugin(BasePlugin):
 
     def __init__(self) -> None:
         super().__init__()
+        # an older axolotl would call none of them, without a word
         missing = [name for name in _HOOKS if not hasattr(BasePlugin, name)]
         if missing:
             raise ConfigError(f"LigerTrainerPlugin needs axolotl 0.19 or later: its plugins have no {missing[0]}.")

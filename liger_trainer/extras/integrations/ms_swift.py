@@ -63,6 +63,7 @@ def register(
     def make(args: Any, trainer: Any) -> LigerTrainerCallback:
         return LigerTrainerCallback(args, trainer, options, distil())
 
+    # ms-swift looks callbacks up by name, and calls what it finds with arguments and trainer
     callbacks_map[NAME] = make
 
 
@@ -119,6 +120,7 @@ class LigerTrainerCallback(TrainerCallback):
 
 def _call_adapters_plainly(model: Any, replaced: Replacements) -> None:
     """Take off what ms-swift puts on LoRA's A and B to follow devices, where all weights are on one."""
+    # spread over devices they are needed
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return
     for module in model.modules():

@@ -78,6 +78,7 @@ def liger_fused_linear_cross_entropy(
         ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype,
         use_token_scaling, return_token_accuracy, return_predicted_tokens,
     )  # fmt: skip
+    # the module takes the head first, the function the hidden states
     return loss(weight, input, target, bias)
 
 
@@ -140,6 +141,7 @@ def liger_tvd(
     input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: str = "mean", ignore_index: int = -100
 ) -> Tensor:
     """Return `LigerTVDLoss` of probabilities (N, V), with another default reduction, as in Liger-Kernel."""
+    # the module's own default is batchmean
     return LigerTVDLoss(reduction, ignore_index)(input, target, shift_labels)
 
 
@@ -180,6 +182,7 @@ def liger_modulated_rms_norm(
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     """Return gelu(a) * b, with the tanh form of GELU."""
+    # Liger has this form only
     return geglu(a, b, approximate="tanh")
 
 

@@ -109,5 +109,6 @@ def modulated_rms_norm(
     if shift is not None and shift.shape != scale.shape:
         raise ValueError(f"shift must have the shape of scale: {tuple(shift.shape)}, {tuple(scale.shape)}.")
     y = rms_norm(x, weight, eps, offset=offset, cast_before_weight=casts_before_weight(casting_mode, x))
+    # one row of scale for each group of rows that follow one another
     y = y.reshape(groups, rows // groups, width) * (1 + scale.reshape(groups, 1, width))
     return (y if shift is None else y + shift.reshape(groups, 1, width)).view(x.shape)

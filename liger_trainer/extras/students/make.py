@@ -73,6 +73,7 @@ def make_student(config: "RunConfig") -> tuple[Path, StudentRecord, PreTrainedMo
         NonFiniteError: a metric of the student is NaN or infinite; nothing is left behind.
     """
     _check_settings(config)
+    # before any model is loaded
     output_dir = check_student_dir(config)
     files = open_model(config, "model_name_or_path")
     data = load_run_datasets(config, files.vocab_size)

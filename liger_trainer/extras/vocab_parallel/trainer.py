@@ -85,6 +85,7 @@ def _costs_more(trainer: TrainerHost, model: nn.Module) -> str | None:
     args, ranks, rows = trainer.args, trainer.accelerator.num_processes, head_rows(model)
     if not args.max_length:
         return "max_length is not set, so the tokens of a batch are not known"
+    # at most: rows may be shorter
     tokens = ranks * args.per_device_train_batch_size * args.max_length
     # the smaller of both, by the docstring's count
     if 3 * tokens > 2 * rows:
@@ -104,6 +105,7 @@ def _prepare_apart(accelerator: Any, head: nn.Module | None) -> None:
 
     def with_head(plugin: Any, model: nn.Module) -> Any:
         policy = policy_of(plugin, model)
+        # the head as well as what accelerate's policy says
         return lambda module: module is head or (policy is not None and policy(module))
 
     @functools.wraps(prepare)
