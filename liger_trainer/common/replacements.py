@@ -32,7 +32,7 @@ class Replacements:
         self._claimed: set[int] = set()  # ids, used only while a model is being patched
         self._hooks: list[Any] = []  # handles
 
-    def claim(self, module: nn.Module) -> None:
+    def mark_as_patched(self, module: nn.Module) -> None:
         """Mark a module that a swapped one computes too, so that later steps of the patching pass it over."""
         self._claimed.add(id(module))
 

@@ -4,7 +4,7 @@ Such a tower lays the patches of all images end to end, and its attention gets w
 ends. transformers hands these ends to flash-attn where that is installed; for any other implementation its loop asks
 the device for the lengths at each layer and calls attention image by image, or window by window: 128 calls a layer for
 eight images of Qwen2.5-VL. Here the tower takes the way of flash-attn to a function of ours: PyTorch's FlashAttention-2
-(packing/documents.py) where that can serve, else the former implementation, once for each run of equal lengths.
+(packing/packed_attention.py) where that can serve, else the former implementation, once for each run of equal lengths.
 """
 
 import copy
@@ -39,7 +39,7 @@ from ..compat.recognitions import (
 from ..compat.torch_internals import version_of
 from . import structure
 from .options import PatchOptions, PatchReport
-from .packing import documents as flash
+from .packing import packed_attention
 from .packing.packed_attention import NAMES as PACKED_NAMES
 
 # transformers' modules look for "flash" in the name, and then hand over the ends.
@@ -66,7 +66,7 @@ def patch_tower_attention(
 
 def _may_be_replaced(module: Any, tower: list[nn.Module]) -> bool:
     """Whether nothing in a tower but its attention depends on the name of the implementation."""
-    known = attention_implementation(module.config) == "sdpa" or flash.eager_of(module) is not None
+    known = attention_implementation(module.config) == "sdpa" or packed_attention.eager_of(module) is not None
     return known and not any(compares_with(kind, PACKED_NAMES) for kind in {type(part) for part in tower})
 
 
@@ -96,13 +96,14 @@ class TowerAttention:
             attention_mask: None, unless the module attends without ends.
             how: is_causal, dropout, scaling, and `cu_seq_lens_q`, (images + 1), from 0 to the length.
         """
-        former, ends = flash.former_attention(self.former, module), how.get("cu_seq_lens_q")
+        former, ends = packed_attention.former_attention(self.former, module), how.get("cu_seq_lens_q")
         if ends is None or attention_mask is not None:
             return former(module, query, key, value, attention_mask, **how)
-        documents, causal = flash.documents_of(ends, how), how.get("is_causal", getattr(module, "is_causal", False))
-        if flash.serves(former, query, key, value, how):
-            return flash.attend(query, key, value, documents, how, causal=causal), None
-        how = {**flash.for_one_document(how), "is_causal": causal}
+        documents = packed_attention.documents_of(ends, how)
+        causal = how.get("is_causal", getattr(module, "is_causal", False))
+        if packed_attention.serves(former, query, key, value, how):
+            return packed_attention.attend(query, key, value, documents, how, causal=causal), None
+        how = {**packed_attention.for_one_document(how), "is_causal": causal}
         runs = [(length, len(list(run))) for length, run in itertools.groupby(documents.lengths) if length]
         sizes = [length * count for length, count in runs]
         parts = zip(runs, *(x.split(sizes, 2) for x in (query, key, value)), strict=True)

@@ -17,9 +17,14 @@ from liger_trainer.common.replacements import Replacements
 from liger_trainer.compat.recognitions import mask_structure
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching.options import PatchReport
-from liger_trainer.patching.packing import documents as flash
-from liger_trainer.patching.packing.documents import DocumentMask, Documents
-from liger_trainer.patching.packing.packed_attention import NAMES, attention_configs, pack_attention
+from liger_trainer.patching.packing import packed_attention as flash
+from liger_trainer.patching.packing.packed_attention import (
+    NAMES,
+    DocumentMask,
+    Documents,
+    attention_configs,
+    pack_attention,
+)
 from liger_trainer.patching.patcher import patch
 
 LENGTHS = (7, 1, 12, 3, 18)  # 12 and 18 are longer than the windows of 8

@@ -17,7 +17,7 @@ from liger_trainer import PatchOptions
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.patching import vision as tower_attention
 from liger_trainer.patching.options import PatchReport
-from liger_trainer.patching.packing import documents as flash
+from liger_trainer.patching.packing import packed_attention as flash
 from liger_trainer.patching.vision import TOWER, patch_tower_attention
 
 SIZES = {"hidden_size": 32, "depth": 4, "num_heads": 2, "intermediate_size": 48, "patch_size": 4, "in_channels": 3}

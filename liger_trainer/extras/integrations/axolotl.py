@@ -108,6 +108,7 @@ class LigerTrainerPlugin(BasePlugin):
 
     def __init__(self) -> None:
         super().__init__()
+        # an older axolotl would call none of them, without a word
         missing = [name for name in _HOOKS if not hasattr(BasePlugin, name)]
         if missing:
             raise ConfigError(f"LigerTrainerPlugin needs axolotl 0.19 or later: its plugins have no {missing[0]}.")
@@ -120,6 +121,7 @@ class LigerTrainerPlugin(BasePlugin):
         options = _options(cfg)
         plugins = [name.rpartition(".")[2] for name in cfg.get("plugins") or []]
         others = [name for name in plugins if name in _OTHER_PLUGINS]
+        # two replacements of one layer: which of them runs would depend on the order
         others += [name for name in (*_LORA_KERNELS, *_OTHER_KERNELS) if cfg.get(name)]
         if others:
             raise ConfigError(
@@ -160,6 +162,7 @@ class LigerTrainerPlugin(BasePlugin):
 def _options(cfg: Any) -> LigerTrainerOptions:
     block: Any = cfg.get("liger_trainer") or {}
     try:
+        # axolotl's own mapping type
         return LigerTrainerOptions.model_validate(block.to_dict() if hasattr(block, "to_dict") else block)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, x['loc']))}: {x['msg']}" for x in error.errors())

@@ -54,6 +54,7 @@ def layer_mlps(model: PreTrainedModel) -> list[LayerMLP]:
         ConfigError: a layer without exactly one such MLP (experts, Conv1D, another activation), or a configuration
             without a single width.
     """
+    # families with a width for each layer have a list here
     width = getattr(model.config.get_text_config(decoder=True), "intermediate_size", None)
     if not isinstance(width, int):
         raise ConfigError(
@@ -73,6 +74,7 @@ def _mlp_of(layer: nn.Module, path: str, width: int, prove: Callable[[nn.Module]
         rule = prove(module)
         if isinstance(rule, str):
             reasons.append(f"{type(module).__name__}: {rule}")
+        # rows and columns of a quantised or adapted layer cannot be cut out
         elif rule is not None and all(is_plain(linear) for linear in rule.linear_layers(module)):
             candidates.append(LayerMLP(f"{path}.{name}", module, rule))
     if len(candidates) == 1 and getattr(candidates[0].down, "in_features", None) == width:

@@ -132,6 +132,7 @@ class ShardedHead:
         local, dtypes = parameter.to_local(), self._dtypes
         if dtypes is None or torch.is_autocast_enabled(local.device.type):
             return local
+        # FSDP2's mixed precision casts what it gathers; a shard that is not gathered is cast here
         return local.to(dtypes.param_dtype or local.dtype)
 
     def inputs(self, hidden: Tensor) -> Tensor:

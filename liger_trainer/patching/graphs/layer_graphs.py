@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...compat.modules import own_parameters
-from ..packing.documents import DocumentMask
+from ..packing.packed_attention import DocumentMask
 
 # What a layer is called with, taken apart into tensors and a structure that two calls can be compared by.
 

@@ -14,11 +14,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
-from transformers.integrations.moe import (
-    ALL_EXPERTS_FUNCTIONS,
-    batched_mm_experts_forward,
-    grouped_mm_experts_forward,
-)
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward, grouped_mm_experts_forward
 
 from ...common.replacements import Replacements
 from ...compat.code_objects import without_decorator
@@ -206,7 +202,7 @@ def patch_stacked_experts(
             _leave(report, chain, refused)
             continue
         for wrapper in chain[1:-1]:
-            replacements.claim(wrapper)
+            replacements.mark_as_patched(wrapper)
         note_activations(chain[-1], replacements)
         replacements.forward(module, stacked_forward(rule))
         report.swap("LoRA experts" if wrapped else "frozen experts")

@@ -310,8 +310,16 @@ def remake_mlps(
     Raises:
         ConfigError: there is none, or the decoder layers are not recognised.
     """
+
+    def can(module: nn.Module) -> bool:
+        rule = vars(module).get(RULE)
+        linears = [] if rule is None else rule.linear_layers(module)
+        if not linears:
+            return False
+        return all(map(is_weight_and_bias, linears)) or (options.lora and is_lora_mlp(linears))
+
     # Layers without such an MLP don't count, so that every n-th of those that can saves memory.
-    layers = [mlps for layer in decoder_layers(model)[1] if (mlps := _mlps_of(layer, options.lora))]
+    layers = [mlps for layer in decoder_layers(model)[1] if (mlps := [*filter(can, layer.modules())])]
     if not layers:
         raise ConfigError(
             f"No MLP of this {type(model).__name__} can make gate and up again. It takes a patched MLP, "
@@ -323,14 +331,3 @@ def remake_mlps(
         for mlp in mlps:
             replacements.set(mlp, REMADE, True)
     report.swap(REMADE, len(chosen))
-
-
-def _mlps_of(layer: nn.Module, lora: bool) -> list[nn.Module]:
-    """Return the MLPs in a decoder layer that can, as they are now."""
-    ruled = [(module, vars(module).get(RULE)) for module in layer.modules()]
-    candidates = [(module, rule.linear_layers(module)) for module, rule in ruled if rule is not None]
-    return [
-        module
-        for module, linears in candidates
-        if all(map(is_weight_and_bias, linears)) or (lora and is_lora_mlp(linears))
-    ]

@@ -91,7 +91,7 @@ class NormRule:
             weight = weight + self.form.offset
         if self.autocast == "narrow" and torch.is_autocast_enabled():
             narrow = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = (t if t is None else t.to(narrow) for t in (x, weight, bias))
+            x, weight, bias = x.to(narrow), *(None if p is None else p.to(narrow) for p in (weight, bias))
         elif self.autocast == "widen" and widens and x.element_size() < 4 and torch.is_autocast_enabled(x.device.type):
             x = x.float()
         if centred:
@@ -285,7 +285,9 @@ def patch_gated_norms(model: nn.Module, options: PatchOptions, replacements: Rep
         replacements.forward(module, gated_norm_forward(rule))
         report.swap(GATED_KIND)
     for module in filter(looks_like_a_gated_norm, model.modules()):
-        replacements.claim(module)  # also those that stay, of which `patch_norms` would say that they have two inputs
+        replacements.mark_as_patched(
+            module
+        )  # also those that stay, of which `patch_norms` would say that they have two inputs
 
 
 def gated_norm_forward(rule: GatedNormRule) -> Callable[..., Tensor]:
