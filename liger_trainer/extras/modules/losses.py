@@ -491,14 +491,9 @@ class LigerFusedLinearKLDivLoss(nn.Module):
         ignored = self.ignore_index if shift_labels is not None else -1
         # rows of a chunk
         step = max(1, CHUNK // vocab)
-        loss = sum(
-            checkpoint(
-                self._part, x, student_weight, part, part_labels, ignored, use_reentrant=False, preserve_rng_state=False
-            )
-            for x, part, part_labels in zip(
-                student_input.split(step), target.split(step), labels.split(step), strict=True
-            )
-        )
+        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        parts = zip(student_input.split(step), target.split(step), labels.split(step), strict=True)
+        loss = sum(checkpoint(self._part, x, student_weight, *part, ignored, **how) for x, *part in parts)
         count = (labels != ignored).sum().clamp(min=1)
         return loss / {"batchmean": count, "mean": count * vocab, "sum": 1}[self.reduction]
 
