@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from ..compat.models import modules_kept_in_fp32
 from ..errors import ConfigError
 from ..patching.patcher import base_of
 from ..plugins import QUANTISED, TrainerPlugin
@@ -33,7 +34,7 @@ def linear_layers(model: Any) -> dict[str, nn.Linear]:
     # transformers skips the last module when it loads a model, as that is often the head
     last = list(model.named_parameters(remove_duplicate=False))[-1][0]  # while it loads, nothing is tied yet
     whole = [key.removesuffix(".weight") for key in (last, *ties, *ties.values())]
-    whole += model._keep_in_fp32_modules or ()
+    whole += modules_kept_in_fp32(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {
         name: layer

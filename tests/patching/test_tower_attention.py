@@ -101,8 +101,8 @@ def test_the_operation_of_gpus_is_called_as_it_is_defined(monkeypatch, kind):
     """Layout, lengths and scale; the operation itself runs on GPUs alone."""
     model = tower(kind, dtype=torch.float64)
     want = step(model, patches(torch.float64))
-    monkeypatch.setattr(flash, "FLASH", flash_by_definition)
-    calls = calls_of(monkeypatch, flash, "FLASH")
+    monkeypatch.setattr(flash, "FLASH_ATTENTION", flash_by_definition)
+    calls = calls_of(monkeypatch, flash, "FLASH_ATTENTION")
     monkeypatch.setattr(flash, "serves", lambda *_: True)
     patched(model)
     features, gradients = step(model, patches(torch.float64))
@@ -121,7 +121,7 @@ def test_what_stays_as_it_is():
     _, report = patched(model)
     assert not report.swapped
     with pytest.MonkeyPatch.context() as patcher:  # a tower whose code compares the implementation's name
-        patcher.setattr(tower_attention, "asks_for_implementation", lambda kind: True)
+        patcher.setattr(tower_attention, "compares_with", lambda kind, names: True)
         assert not patched(tower(QWEN2))[1].swapped
 
 

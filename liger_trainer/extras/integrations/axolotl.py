@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...common.console import announce
+from ...compat.models import attention_implementation
 from ...errors import ConfigError
 from ...patching.patcher import Patched, PatchOptions, patch, patched_record
 from ...trainers.distill_callback import DistillationCallback
@@ -147,7 +148,7 @@ class LigerTrainerPlugin(BasePlugin):
         if distillation is None:
             return []
         # axolotl marks packed rows for the attention that it has chosen, so the teacher needs the same
-        attention = getattr(trainer.model.config, "_attn_implementation", None)
+        attention = attention_implementation(trainer.model.config)
         return [distillation.callback(**({} if attention is None else {"attn_implementation": attention}))]
 
     def post_train(self, cfg: Any, model: Any) -> None:

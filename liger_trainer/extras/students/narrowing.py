@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...compat.models import new_model
 from ...errors import ConfigError
 from ...losses.model_parts import decoder_layers
 from ...patching import structure
@@ -109,7 +110,7 @@ def narrow_mlps(model: PreTrainedModel, units: Sequence[Tensor]) -> PreTrainedMo
     try:
         with torch.device("meta"):
             # on the meta device: no memory for weights that `fill` replaces
-            student = type(model)._from_config(config, dtype=model.dtype)
+            student = new_model(type(model), config, dtype=model.dtype)
         fill(student, state, dict(model.named_buffers(remove_duplicate=False)))
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
         raise ConfigError(

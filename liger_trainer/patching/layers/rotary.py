@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ...compat.torch_internals import FakeTensor
 from ...kernels.rope import rope, rope_reference
 from ..structure import on_miniatures
 from .deferred_norm import DeferredNorm, norm_and_rotate

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama import modeling_llama
 
 from ...common.replacements import replaced_in_this_thread
+from ...compat.recognitions import is_usual_attention, mask_structure
+from ...compat.torch_internals import FLASH_ATTENTION, version_of
 from ...errors import ConfigError
 from ...kernels.document_attention import document_attention, document_bounds, launches
 
@@ -180,57 +181,6 @@ class _NotATensor(ConfigError, AttributeError):
         )
 
 
-class _Structure(NamedTuple):
-    """What a mask function of transformers says: causal, and these."""
-
-    index: Tensor | None = None
-    window: int | None = None
-
-
-def _code(function: Any) -> Any:
-    return function.__code__
-
-
-_NOTHING = torch.zeros(1, 1, dtype=torch.int64)
-_CAUSAL = _code(masking_utils.causal_mask_function)
-_AND = _code(masking_utils.and_masks())
-_WINDOW = _code(masking_utils.sliding_window_overlay(1))
-_PACKED = _code(masking_utils.packed_sequence_mask_function(_NOTHING))
-# Positions that start again in each document, by which transformers (5.23, not yet 5.17) reads the rest of the mask.
-_REMAP = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
-_REMAPPED = None if _REMAP is None else _code(_REMAP(masking_utils.causal_mask_function, _NOTHING))
-
-
-def structure_of(function: MaskFunction) -> _Structure | None:
-    """Return what a mask function says, None where it says anything besides causal, window and documents."""
-    leaves = list(_leaves(function))
-    if any(leaf is None for leaf in leaves) or not any(_code(leaf) is _CAUSAL for leaf in leaves):
-        return None
-    windows = [_closure(leaf)["sliding_window"] for leaf in leaves if _code(leaf) is _WINDOW]
-    packed = [_closure(leaf)["packed_sequence_mask"] for leaf in leaves if _code(leaf) is _PACKED]
-    if len(packed) > 1:
-        return None
-    return _Structure(packed[0] if packed else None, min(windows, default=None))
-
-
-def _leaves(function: Any) -> Any:
-    code = getattr(function, "__code__", None)
-    if code is _AND:
-        for part in _closure(function)["mask_functions"]:
-            yield from _leaves(part)
-    elif code is not None and code is _REMAPPED:
-        yield from _leaves(_closure(function)["mask_function"])
-    else:
-        yield function if code in (_CAUSAL, _WINDOW, _PACKED) else None
-
-
-def _closure(function: Any) -> dict[str, Any]:
-    return {
-        name: cell.cell_contents
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    }
-
-
 @dataclass(frozen=True)
 class MaskMaker:
     """A mask function of transformers' `AttentionMaskInterface`.
@@ -257,7 +207,7 @@ class MaskMaker:
         padded = attention_mask is not None and _padded_on_the_right.get() and self.former == "sdpa"
         if not padded or use_vmap or q_length != kv_length:
             return False
-        structure = structure_of(mask_function)
+        structure = mask_structure(mask_function)
         return structure is not None and structure.index is None and (structure.window or q_length) >= q_length
 
     def _document_mask(
@@ -268,7 +218,7 @@ class MaskMaker:
         plain = attention_mask is None and not use_vmap and q_length == kv_length > 1
         if not plain or isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
             return None
-        structure = structure_of(mask_function)
+        structure = mask_structure(mask_function)
         if structure is None:
             return None
         index, window = structure
@@ -289,7 +239,6 @@ class MaskMaker:
 # backward is PyTorch's own, since the function around it costs the host more at each layer.
 
 
-FLASH: Any = torch.ops.aten._flash_attention_forward
 # Keywords of an attention call about documents, which a call for one document does not get.
 _OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # Keywords that change the scores, which FlashAttention-2 does not know.
@@ -313,13 +262,6 @@ def eager_of(module: nn.Module) -> Callable | None:
     return None
 
 
-def _is_plain(former: Any) -> bool:
-    """Whether a function is sdpa, or the usual eager one, which most families of transformers copy word by word."""
-    ours, usual = former.__code__, modeling_llama.eager_attention_forward.__code__
-    plain = (ours.co_code, ours.co_names, ours.co_consts) == (usual.co_code, usual.co_names, usual.co_consts)
-    return plain or former is ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-
 def for_one_document(how: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords of an attention call without those about documents."""
     return {name: value for name, value in how.items() if name not in _OF_DOCUMENTS}
@@ -328,7 +270,7 @@ def for_one_document(how: dict[str, Any]) -> dict[str, Any]:
 @torch.compiler.disable()
 def documents_of(ends: Any, how: dict[str, Any]) -> Documents:
     """Return the documents that came with a batch: one object for all layers, as long as the tensor is unchanged."""
-    version = None if ends.is_inference() else ends._version  # inference tensors count none: read each time
+    version = version_of(ends)  # inference tensors count none: read each time
     before = _DOCUMENTS.get(ends)
     if before is None or version is None or before[0] != version:
         # `ends` itself would never go
@@ -346,7 +288,7 @@ def serves(former: Any, query: Tensor, key: Tensor, value: Tensor, how: dict[str
     """
     if query.device.type != "cuda" or any(how.get(name) is not None for name in _OF_SCORES):
         return False
-    if not _is_plain(former):
+    if not is_usual_attention(former):
         return False
     # Whether PyTorch's FlashAttention takes such tensors on this GPU: asked once for each kind of them.
     tensors, dropout = (query, key, value), how.get("dropout", 0.0)
@@ -388,7 +330,7 @@ def attend(
     ends, longest = documents.ends.to(q.device), documents.longest
     # how many tokens before and after itself a token sees; -1: all
     left, right = (-1 if window is None else window - 1), (0 if causal else -1)
-    output = FLASH(
+    output = FLASH_ATTENTION(
         q, k, v, ends, ends, longest, longest, how.get("dropout", 0.0), causal and window is None, False,
         scale=how.get("scaling"), window_size_left=left, window_size_right=right,
     )[0]  # fmt: skip

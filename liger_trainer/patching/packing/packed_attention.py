@@ -9,7 +9,6 @@ has a slice (packed_rows.py). A model gets one by its configuration, for as long
 leaves it out.
 """
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +21,10 @@ from transformers.masking_utils import (
     causal_mask_function,
     sliding_window_causal_mask_function,
 )
-from transformers.modeling_utils import PreTrainedModel
 
 from ...common.replacements import Replacements
+from ...compat.models import ATTENTION, attention_implementation
+from ...compat.recognitions import INTERFACE, asks_for_attention, check, compares_with
 from ...errors import ConfigError
 from ..options import PatchReport
 from . import documents as flash
@@ -33,7 +33,6 @@ from .documents import DocumentMask, Documents, MaskMaker, numbers_of_documents
 NAMES = {"sdpa": "liger_packed_sdpa", "eager": "liger_packed_eager"}
 OF_SLICES = "liger_packed_sdpa_of_slices"
 KIND = "packed attention"
-_IMPLEMENTATION = "_attn_implementation_internal"
 
 
 def pack_attention(model: Any, replacements: Replacements, report: PatchReport, sliced: bool = False) -> None:
@@ -47,7 +46,7 @@ def pack_attention(model: Any, replacements: Replacements, report: PatchReport, 
         report.leave(KIND, reason)
         return
     for config in attention_configs(model):
-        replacements.set(config, _IMPLEMENTATION, OF_SLICES if sliced else NAMES[config._attn_implementation])
+        replacements.set(config, ATTENTION, OF_SLICES if sliced else NAMES[attention_implementation(config)])
     report.swap(KIND)
 
 
@@ -55,18 +54,19 @@ def why_not_packed(model: Any) -> str | None:
     """Say why a model keeps its own attention, None where it need not."""
     configs = attention_configs(model)
     if not configs:
+        check(INTERFACE)
         return "the model does not call its attention through transformers' interface"
     for config in configs:
-        if config._attn_implementation not in NAMES:
-            return f"the model runs {config._attn_implementation}"
+        if attention_implementation(config) not in NAMES:
+            return f"the model runs {attention_implementation(config)}"
         if getattr(config, "output_attentions", False):
             return "the model returns its attention weights (output_attentions)"
     if getattr(model.config, "is_encoder_decoder", False):
         return "the model is an encoder-decoder"
     for kind in {type(module) for module in model.modules()}:
-        if asks_for_implementation(kind):
+        if compares_with(kind, NAMES):
             return f"{kind.__name__} computes something else for each attention implementation"
-    eager = [module for module in _attention_modules(model) if module.config._attn_implementation == "eager"]
+    eager = [module for module in _attention_modules(model) if attention_implementation(module.config) == "eager"]
     if not all(map(flash.eager_of, eager)):
         return "the eager attention of the model is no function of its module"
     return None
@@ -76,22 +76,13 @@ def _attention_modules(model: Any) -> Iterator[Any]:
     """Yield the modules of causal attention that ask transformers' interface for their implementation."""
     for module in model.modules():
         if getattr(module, "is_causal", False) and getattr(module, "config", None) is not None:
-            code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-            if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
+            if asks_for_attention(type(module)):
                 yield module
 
 
 def attention_configs(model: Any) -> list[Any]:
     """Return the configurations of causal attention that goes through transformers' interface."""
     return list({id(module.config): module.config for module in _attention_modules(model)}.values())
-
-
-def asks_for_implementation(kind: type) -> bool:
-    """Whether a method in the model's own file compares the name of the implementation."""
-    own = [base for base in kind.__mro__ if base.__module__.split(".")[-1].startswith("modeling_")]
-    methods = [m for base in own if base is not PreTrainedModel for m in vars(base).values() if inspect.isfunction(m)]
-    constants = [constant for method in methods for constant in inspect.unwrap(method).__code__.co_consts]
-    return any(name == c or (isinstance(c, tuple) and name in c) for c in constants for name in NAMES)
 
 
 @dataclass(frozen=True)

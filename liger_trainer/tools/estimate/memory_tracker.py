@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from ...compat.torch_internals import CAST, TorchDispatchMode, tree_leaves
 
 BLOCK = 512  # bytes that the caching allocator rounds sizes up to
 AUTOCAST = "autocast copies"
@@ -59,7 +59,7 @@ class MemoryTracker(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         part = self.part
         # Copies of weights that autocast makes are a part by themselves: sharded models do not have them.
-        if func is torch.ops.aten._to_copy.default and "weights" in (self.part_of(args[0]) or ""):
+        if func is CAST and "weights" in (self.part_of(args[0]) or ""):
             part = AUTOCAST
         self._count(tree_leaves(result), part)
         return result

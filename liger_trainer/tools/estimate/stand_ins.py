@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from ...common.replacements import Replacements
+from ...compat.torch_internals import FakeTensor, grouped_products
 from ...kernels.runtime import without_data
 from ...patching.layers import linears
 from ...patching.layers import lora as patch_lora
@@ -34,9 +34,8 @@ def on_a_gpu(count: int, num_items: float) -> Iterator[None]:
     replaced.set(F, "dropout", _dropout)
     # The patches take only plain parameters for weights; here those are fake ones.
     replaced.set(linears, "WEIGHTS", (*linears.WEIGHTS, FakeTensor))
-    for place, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # used by transformers' mixtures of experts
-        if hasattr(place, name):
-            replaced.set(place, name, grouped_mm)
+    for place, name in grouped_products():
+        replaced.set(place, name, grouped_mm)
     try:
         with without_data(count, num_items):
             yield
