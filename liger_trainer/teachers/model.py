@@ -98,7 +98,7 @@ def shard(teacher: PreTrainedModel, accelerator: Any, like: nn.Module | None = N
         "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
     }
     if like is not None and getattr(output_module(like), KEEPS_ROWS, False):
-        load("vocab_parallel").shard_like(like, base_of(teacher), **how)
+        load("vocab_parallel").shard_teacher_head(like, base_of(teacher), **how)
     layers = unsplit_layers(teacher)
     for module in list(teacher.modules()):
         if type(module).__name__ in layers:
