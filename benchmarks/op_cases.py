@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .operands import Draw, Operands, outputs_of
 from .reference import at_least_fp32, divergence
+from .trainer_cases import draw_lengths
 
 EPS = 1e-6
 HEAD_DIM = 128
@@ -251,6 +254,41 @@ def _distributions(log_input: bool, log_target: bool) -> Callable:
     return make
 
 
+def lengths_of(case: OpCase) -> list[int]:
+    """Return the lengths of a case's documents: all of one length, or a real mix."""
+    if case.document:
+        return [case.document] * (case.tokens // case.document)
+    ends = np.cumsum(draw_lengths(np.random.default_rng(0), case.tokens).astype(int))
+    before = ends[ends < case.tokens].tolist()
+    return [b - a for a, b in itertools.pairwise([0, *before, case.tokens])]
+
+
+def ends_of(case: OpCase, device: torch.device | str) -> Tensor:
+    """Return where documents begin and end, from 0 to the number of tokens."""
+    return torch.tensor([0, *itertools.accumulate(lengths_of(case))], dtype=torch.int32, device=device)
+
+
+def _attention_flops(case: OpCase, name: str) -> float:
+    """Return the operations of the products between tokens that see one another: two, and five in the backward."""
+    pairs = sum(length * (length + 1) // 2 for length in lengths_of(case))
+    return 2 * pairs * case.heads[0] * case.width * {"forward": 2, "backward": 5, "both": 7}[name]
+
+
+def _attention_inputs(case: OpCase, draw: Draw) -> dict[str, Tensor]:
+    """Return q, k and v, (T, heads, D), and the ends."""
+    heads = {"q": case.heads[0], "k": case.heads[1], "v": case.heads[1]}
+    tensors = {name: draw.normal(case.tokens, count, case.width) for name, count in heads.items()}
+    return {**tensors, "ends": ends_of(case, draw.generator.device)}
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+    """Attention of one document after the other."""
+    lengths = ends.diff().tolist()
+    parts = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)), strict=True)
+    outputs = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
+    return torch.cat(outputs, 2)[0].transpose(0, 1)
+
+
 RMS_NORM = Op("rms_norm", _norm("x"), rms_norm, ("x", "weight"))
 ADD_RMS_NORM = Op(
     "add_rms_norm", _norm("x", "residual"), add_rms_norm, ("x", "residual", "weight"), reads=("out1", "weight"),
@@ -269,9 +307,13 @@ CROSS_ENTROPY = Op("cross_entropy", _logits_and_labels, cross_entropy, ("logits"
 KL_DIV = Op("kl_div", _distributions(True, False), kl_div, ("input",), ("target",), is_loss=True)
 JSD = Op("jsd", _distributions(True, True), jsd, ("input",), is_loss=True)
 TVD = Op("tvd", _distributions(False, False), tvd, ("input",), is_loss=True)
+ATTENTION = Op(
+    "document_attention", _attention_inputs, one_by_one, ("q", "k", "v"), reads=("out0", "q", "k", "v"),
+    flops=_attention_flops,
+)  # fmt: skip
 OPS = (
     RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ROPE, QK_NORM_ROPE, SWIGLU, GEGLU, RELU2, GATED_LINEAR, CROSS_ENTROPY, KL_DIV,
-    JSD, TVD,
+    JSD, TVD, ATTENTION,
 )  # fmt: skip
 
 _FP32 = {"tokens": 4096, "dtype": torch.float32}
@@ -298,11 +340,18 @@ CASES = (
     OpCase("gated_linear-14336", GATED_LINEAR, 14336, hidden_size=4096, host=True),
     OpCase("gated_linear-3072", GATED_LINEAR, 3072, hidden_size=1024),
     OpCase("tvd-128256", TVD, 128256, **_FP32, host=True),
+    OpCase("document_attention-16+8", ATTENTION, 128, heads=(16, 8), host=True),
+    OpCase("document_attention-32+8x64", ATTENTION, 64, heads=(32, 8)),
+    OpCase("document_attention-16+8-rows", ATTENTION, 128, heads=(16, 8), document=1024),
+    OpCase("document_attention-16+8-32768", ATTENTION, 128, 32768, heads=(16, 8)),
 )
 
 _TINY = {"tokens": 24, "dtype": torch.float32}
 SMOKE_CASES = (
-    *(OpCase(f"{op.name}-40", op, 40, **_TINY, hidden_size=16, heads=(4, 2), host=op is RMS_NORM) for op in OPS),
+    *(
+        OpCase(f"{op.name}-40", op, 40, **_TINY, hidden_size=16, heads=(4, 2), document=6, host=op is RMS_NORM)
+        for op in OPS
+    ),
     OpCase("rms_norm-40-bf16", RMS_NORM, 40, tokens=24),
     OpCase("rope-transposed", ROPE, **_TINY, heads=(4, 2), transposed=True),
     OpCase("cross_entropy-40-grad0.5", CROSS_ENTROPY, 40, **_TINY, grad_output=0.5),

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .attention_cases import KIND
-from .op_cases import EPS, OPS, OpCase
+from .op_cases import ATTENTION, EPS, OPS, OpCase, ends_of, lengths_of
 from .suite import Provider
 
 Function = Callable[..., Any]
@@ -104,6 +103,32 @@ IN_PLACE = {"cross_entropy": our_cross_entropy_in_place}
 UNFUSED = {"qk_norm_rope": lambda: norm_then_rope(our_norm("rms_norm"), kernel("rope"))}
 
 
+def flash_attention(case: OpCase) -> Function:
+    """PyTorch's FlashAttention-2 (Dao 2023, arXiv:2307.08691) over documents of different lengths."""
+    attend, longest = torch.ops.aten._flash_attention_forward, max(lengths_of(case))
+    return lambda q, k, v, ends: attend(q, k, v, ends, ends, longest, longest, 0.0, True, False)[0]
+
+
+def flex_attention(case: OpCase) -> Function:
+    """PyTorch's FlexAttention, compiled, with a mask of blocks that is made beforehand."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    ends = ends_of(case, "cuda")
+    document = torch.searchsorted(ends, torch.arange(case.tokens, device="cuda", dtype=torch.int32), right=True)
+
+    def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (query >= key) & (document[query] == document[key])
+
+    mask = create_block_mask(sees, None, None, case.tokens, case.tokens, device="cuda")
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q: Any, k: Any, v: Any, ends: Any) -> Any:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return compiled(q, k, v, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+    return attend
+
+
 def eager(case: OpCase) -> Function:
     return case.op.plain
 
@@ -117,7 +142,7 @@ def _provider(name: str, title: str, builders: Mapping[str, Callable[[], Functio
     return Provider(name, title, lambda case: builders[case.kind](), kinds, kinds, ours=ours)
 
 
-ALL = (*(op.name for op in OPS), KIND)
+ALL = tuple(op.name for op in OPS)
 COMPILED = ("rms_norm", "swiglu")  # seconds each; the rest if --providers asks
 PROVIDERS = (
     _provider("ours", "ours", OURS, ours=True),
@@ -126,4 +151,6 @@ PROVIDERS = (
     Provider("eager", "torch eager", eager, ALL, ALL),
     Provider("compile", "torch.compile", compiled, ALL, COMPILED),
     _provider("liger", "Liger", LIGER),
+    Provider("flash", "FlashAttention-2", flash_attention, (ATTENTION.name,), (ATTENTION.name,)),
+    Provider("flex", "FlexAttention", flex_attention, (ATTENTION.name,), (ATTENTION.name,)),
 )

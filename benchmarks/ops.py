@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import attention_cases, op_cases, op_providers
+from . import op_cases, op_providers
 from .measure import Roofline, explain, interleave
 from .op_cases import OpCase, bytes_moved
 from .operands import Operands, Restorer
@@ -64,9 +64,7 @@ for the device."""
     time_heads = ("forward us (quartiles)", "backward us (quartiles)", "forward ratio", "backward ratio")
 
     def __init__(self) -> None:
-        self.cases = (*op_cases.CASES, *attention_cases.CASES)
-        self.smoke_cases = (*op_cases.SMOKE_CASES, *attention_cases.SMOKE_CASES)
-        self.providers = (*op_providers.PROVIDERS, *attention_cases.PROVIDERS)
+        self.cases, self.smoke_cases, self.providers = op_cases.CASES, op_cases.SMOKE_CASES, op_providers.PROVIDERS
 
     @contextmanager
     def stream(self, device: torch.device) -> Iterator[None]:

@@ -50,6 +50,11 @@ def vector(n: int, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return x.new_empty(n, dtype=dtype)
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each of many tensors to its target, in one launch for all: torch has no public function that does."""
+    torch._foreach_copy_(targets, sources)
+
+
 def graph_is_kept() -> bool:
     """Return whether autograd keeps the graph for another backward (retain_graph=True). Call it inside a backward."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]

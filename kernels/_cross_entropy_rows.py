@@ -39,7 +39,9 @@ from ._tuning import SHAPES
 BLOCK, WARPS = SHAPES.CROSS_ENTROPY
 TILE_BLOCK, TILE_WARPS = SHAPES.CROSS_ENTROPY_TILE
 FIELDS = ("loss", "log_prob", "entropy", "is_top1", "lse")
+LOSS, LOG_PROB, ENTROPY, IS_TOP1, LSE = range(len(FIELDS))
 CARRY = ("top", "total", "weighted", "plain", "x_label")  # see `_statistics`
+TOP, TOTAL, WEIGHTED, PLAIN, X_LABEL = range(len(CARRY))
 
 
 class CrossEntropy(NamedTuple):
@@ -136,8 +138,8 @@ def new_carry(rows: int, like: Tensor) -> Tensor:
     """Return the carry (len(CARRY), rows) for the first tile. The label's logit stays NaN until its tile comes."""
     apart = -(-rows // 16) * 16  # one kernel for any number of rows; see `LinearLoss.new_values`
     carry = like.new_zeros(len(CARRY), apart, dtype=stats_dtype(like.dtype))[:, :rows]
-    carry[0].fill_(-1e30)  # below every logit, and finite
-    carry[4].fill_(float("nan"))  # stays, and shows, if no tile holds the label
+    carry[TOP].fill_(-1e30)  # below every logit, and finite
+    carry[X_LABEL].fill_(float("nan"))  # stays, and shows, if no tile holds the label
     return carry
 
 
@@ -449,7 +451,8 @@ def _whole_rows_torch(logits, bias, targets, out, grad, o) -> None:
     tile_statistics(tile, targets, carry, o)
     out.copy_(finish(carry, targets, tile.vocab, o))
     if grad is not None:
-        tile_gradient(tile, targets, out[4], gradient_factor(torch.ones_like(out[4]), out[1], targets, o), grad, o)
+        factor = gradient_factor(torch.ones_like(out[LSE]), out[LOG_PROB], targets, o)
+        tile_gradient(tile, targets, out[LSE], factor, grad, o)
 
 
 def gradient_factor(upstream: Tensor, log_prob: Tensor, targets: Targets, o: CrossEntropyOptions) -> Tensor:
@@ -484,12 +487,12 @@ def _tile_statistics_torch(tile: Tile, targets: Targets, class_weight, carry: Te
     inside = (place >= 0) & (place < x.shape[1])
     if x.shape[1] == tile.vocab:
         inside = torch.ones_like(inside)  # then `gather` raises for a label outside the vocabulary, as torch does
-    carry[0] = highest
-    carry[1] = total * keep + e.sum(-1)
-    carry[2] = weighted * keep + torch.linalg.vecdot(e, x.clamp(min=LOWEST))
+    carry[TOP] = highest
+    carry[TOTAL] = total * keep + e.sum(-1)
+    carry[WEIGHTED] = weighted * keep + torch.linalg.vecdot(e, x.clamp(min=LOWEST))
     if o.label_smoothing:
-        carry[3] = plain + (x.sum(-1) if class_weight is None else x @ class_weight.to(x.dtype))
-    carry[4] = x.gather(1, place.where(inside, 0)[:, None]).squeeze(1).where(inside, x_label)
+        carry[PLAIN] = plain + (x.sum(-1) if class_weight is None else x @ class_weight.to(x.dtype))
+    carry[X_LABEL] = x.gather(1, place.where(inside, 0)[:, None]).squeeze(1).where(inside, x_label)
 
 
 def tile_gradient(

@@ -82,7 +82,7 @@ def _forward_tile(
     lanes = tl.arange(0, BLOCK)
     mask = None if EVEN else lanes < left
     h, _ = _activate(tl.load(gate_ptr + gate_at + lanes, mask=mask).to(tl.float32), ACTIVATION)
-    if up_ptr is not None:
+    if up_ptr is not None:  # decided when the kernel is compiled: Triton takes None for a constant
         # masked lanes hold anything: they are not stored
         h *= tl.load(up_ptr + up_at + lanes, mask=mask).to(tl.float32)
     tl.store(h_ptr + h_at + lanes, h, mask=mask)
@@ -257,7 +257,7 @@ def promoted(gate: Tensor, up: Tensor) -> torch.dtype:
 def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return (gate, up); if up is None, they are views of packed gate."""
     if up is None:
-        gate, up = gate.chunk(2, -1)
+        gate, up = gate.chunk(2, -1)  # their rows have gaps: kernels get strides
     return gate, up
 
 
@@ -275,7 +275,7 @@ def input_gradients(
 
     `overwrite`: they take the memory of gate and up, which must be contiguous.
     """
-    memory = _itself if overwrite else empty
+    memory = (lambda x: x) if overwrite else empty
     if up is None:
         packed = memory(gate)  # one tensor, of which both gradients are halves
         backward(dh, *halves(gate, None), *halves(packed, None), activation, h)
@@ -284,10 +284,6 @@ def input_gradients(
     dup = memory(up) if needs[1] else None
     backward(dh, gate, up, dgate, dup, activation, h)
     return dgate, dup
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 class GatedFunction(torch.autograd.Function):

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._autograd import copy_all
 from ._dropout import LEVELS, Run, add_gradients, draw_seed, kept, runs_of, threshold_of, values_of_kept
 from ._triton import Launch, remembered, tl, triton, use_triton
 from ._tuning import SHAPES
@@ -331,7 +332,7 @@ def stacked(groups: Sequence[Sequence[Projection]], numerics: Numerics) -> list[
         a = copied([adapter.a for adapter in adapters]) if adapters else None
         stacks.append(_with_adapters(projections, a, [copied([adapter.b]) for adapter in adapters]))
     if sources:
-        torch._foreach_copy_(copies, sources)  # one launch for all adapters of the layers
+        copy_all(copies, sources)  # one launch for all adapters of the layers
     return stacks
 
 

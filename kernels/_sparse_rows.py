@@ -51,6 +51,7 @@ FIELDS = (
     *(f"{kind} of the loss" for kind in ROW_KINDS),
 )  # fmt: skip
 TERMS = len(FIELDS) - len(ROW_KINDS)  # the divergences start here; those not asked for stay unwritten
+LOSS, DIVERGENCE, LOG_PROB, ENTROPY, IS_TOP1, TEACHER_MASS, AGREES = range(TERMS)
 TAILS = ("bucket", "none")
 BLOCK_LOGITS = 2**24  # of the twin on a GPU: 64 MiB in fp32, and again as much for each step on them
 LEAST_REST = 2.0**-24  # what fp32 log-probabilities tell of the rest's mass; below it, reverse KLs would be infinite
@@ -387,18 +388,18 @@ def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out
     d_entries, d_rest = all_p[:, None] * log_q_k.exp() - p, all_p * log_rest_q.exp() - rest_p
     if not o.plain:
         divergence, d_entries, d_rest = _of_outcomes(log_q_k, log_rest_q, log_p, mass, present, ~taken.all(-1), out, o)
-    out[0] = out[1] = divergence * o.divergence_scale
-    out[2] = out[4] = out[6] = 0
-    out[3], out[5] = entropy_of(log_q), mass
+    out[LOSS] = out[DIVERGENCE] = divergence * o.divergence_scale
+    out[LOG_PROB] = out[IS_TOP1] = out[AGREES] = 0
+    out[ENTROPY], out[TEACHER_MASS] = entropy_of(log_q), mass
     if labels is not None:
-        out[2] = log_q.gather(1, labels[:, None]).squeeze(1)
-        out[4] = x.gather(1, labels[:, None]).squeeze(1) >= x.amax(-1)
+        out[LOG_PROB] = log_q.gather(1, labels[:, None]).squeeze(1)
+        out[IS_TOP1] = x.gather(1, labels[:, None]).squeeze(1) >= x.amax(-1)
     if targets.top_ids is not None:
-        out[6] = x.gather(1, targets.top_ids[:, None].long()).squeeze(1) >= x.amax(-1)
+        out[AGREES] = x.gather(1, targets.top_ids[:, None].long()).squeeze(1) >= x.amax(-1)
     if o.ce_weight:
-        out[0] -= o.ce_weight * out[2]
+        out[LOSS] -= o.ce_weight * out[LOG_PROB]
     factor = torch.ones_like(mass) if targets.token_weight is None else targets.token_weight
-    out[0] *= factor
+    out[LOSS] *= factor
     if grad is None:
         return
     dx = (log_q_T - log_rest_q[:, None]).exp_().mul_(d_rest[:, None]).masked_fill_(taken, 0)

@@ -40,6 +40,8 @@ LAUNCHERS = (  # argument names of the object that launches on NVIDIA's GPUs, in
     ),
 )  # fmt: skip
 
+SLOW_LAUNCHES = "each launch takes the host longer"  # what follows of an unknown launcher
+
 
 def use_triton(x: Tensor) -> bool:
     """Return whether ops on x launch Triton kernels: on accelerators where it works, and under the interpreter.
@@ -225,8 +227,24 @@ def _stream_of() -> Callable[[int], int] | None:
     launcher = getattr(driver, "launcher_cls", None)
     if launcher is None or not launcher.__module__.startswith("triton.backends.nvidia"):
         return None
+    unknown = _why_unknown(launcher)
+    if unknown:
+        warnings.warn(f"{unknown}: {SLOW_LAUNCHES}.", stacklevel=4)
+    return None if unknown else driver.get_current_stream
+
+
+def _why_unknown(launcher: Any) -> str:
+    """Say so if what launches kernels on NVIDIA's GPUs does not take the arguments that `Launch` hands it."""
     taken = tuple(inspect.signature(launcher.__call__).parameters)[1:]  # without self
-    return driver.get_current_stream if taken in LAUNCHERS else None
+    return "" if taken in LAUNCHERS else f"Triton {triton.__version__} launches kernels in a way that we do not know"
+
+
+def unknown_launcher() -> str:
+    """Say so if Triton launches kernels on this machine's GPU in a way that we do not know; empty if it does not."""
+    if not INSTALLED or INTERPRETED or torch.version.cuda is None or not torch.cuda.is_available():
+        return ""
+    launcher = getattr(triton.runtime.driver.active, "launcher_cls", None)
+    return "" if launcher is None else _why_unknown(launcher)
 
 
 def _hooked() -> bool:

@@ -28,6 +28,8 @@ from torch import Tensor
 
 from ._autograd import NeededGradients, first_order, multiply_, rescale, stats_dtype
 from ._cross_entropy_rows import (
+    LOG_PROB,
+    LSE,
     CrossEntropyOptions,
     Targets,
     Tile,
@@ -398,15 +400,16 @@ def shard_rows(
         tile_statistics(tile, targets, carry, o)
     place = targets.labels - tile.first
     inside = (place >= 0) & (place < tile.logits.shape[1])  # whether the label is among this rank's columns
-    top = ranks.max_(carry[0].clone())  # the first all-reduce
-    share = (carry[0] - top).exp()  # what this rank's sums shrink by
-    sums = torch.stack([carry[1] * share, carry[2] * share, carry[3], carry[4].where(inside, 0)])
+    own_top, total, weighted, plain, x_label = carry
+    top = ranks.max_(own_top.clone())  # the first all-reduce
+    share = (own_top - top).exp()  # what this rank's sums shrink by
+    sums = torch.stack([total * share, weighted * share, plain, x_label.where(inside, 0)])
     total, weighted, plain, x_label = ranks.sum_(sums)
     x_label = x_label.where((targets.labels >= 0) & (targets.labels < tile.vocab), torch.nan)  # a wrong label shows
     out.copy_(finish(torch.stack([top, total, weighted, plain, x_label]), targets, tile.vocab, o))
     if grad is not None and grad.shape[1]:
-        factor = gradient_factor(torch.ones_like(out[4]), out[1], targets, o)
-        tile_gradient(tile, targets, out[4].contiguous(), factor, grad, o)
+        factor = gradient_factor(torch.ones_like(out[LSE]), out[LOG_PROB], targets, o)
+        tile_gradient(tile, targets, out[LSE].contiguous(), factor, grad, o)
 
 
 def parallel_loss(

@@ -18,7 +18,12 @@ from torch.autograd.graph import increment_version
 
 from ._autograd import check_dtypes, check_label_dtype, first_order, graph_is_kept, rescale, stats_dtype
 from ._cross_entropy_rows import (
+    ENTROPY,
     FIELDS,
+    IS_TOP1,
+    LOG_PROB,
+    LOSS,
+    LSE,
     CrossEntropy,
     CrossEntropyOptions,
     Targets,
@@ -53,13 +58,13 @@ class CrossEntropyFunction(torch.autograd.Function):
             whole_rows(logits, None, targets, out, logits.detach(), options)
             increment_version(logits)  # a kernel doesn't tell autograd that it wrote
             ctx.save_for_backward(logits.detach())
-            loss = out[0].sum()
+            loss = out[LOSS].sum()
         else:
             whole_rows(logits, None, targets, out, None, options)
             if ctx.needs_input_grad[0]:
                 ctx.targets = targets
                 ctx.save_for_backward(logits, out, denominator)
-            loss = out[0].clone() if reduction == "none" else out[0].sum()
+            loss = out[LOSS].clone() if reduction == "none" else out[LOSS].sum()
             loss = loss if denominator is None else loss / denominator
         ctx.mark_non_differentiable(out)
         return loss, out
@@ -77,7 +82,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         raw = logits.detach()  # autograd must not see the write
         over = ctx.inplace and not graph_is_kept()  # the graph is kept: another backward reads the logits again
         grad = raw if over else torch.empty_like(raw)
-        tile_gradient(Tile(raw, None, 0, raw.shape[1]), ctx.targets, out[4], factor, grad, ctx.options)
+        tile_gradient(Tile(raw, None, 0, raw.shape[1]), ctx.targets, out[LSE], factor, grad, ctx.options)
         if over:
             increment_version(raw)
         return grad, None, None, None, None, None
@@ -132,7 +137,7 @@ def cross_entropy(
         logits = logits.contiguous()
     targets = Targets(labels.contiguous(), class_weight=weight, ignore_index=ignore_index)
     loss, out = CrossEntropyFunction.apply(logits, targets, denominator, options, reduction, inplace)
-    return CrossEntropy(loss, out[1], out[2], out[3] > 0)
+    return CrossEntropy(loss, out[LOG_PROB], out[ENTROPY], out[IS_TOP1] > 0)
 
 
 def _check(logits: Tensor, labels: Tensor, weight: Tensor | None, num_items, reduction: str) -> None:

@@ -94,7 +94,7 @@ def _store_rows(base, x, rows, stride, T, D: tl.constexpr, BLOCK_D: tl.constexpr
 def _first_seen(bounds_ptr, rows, T, window, WINDOW: tl.constexpr):
     """Return the first key that each query sees. Queries beyond T see themselves."""
     first = tl.load(bounds_ptr + rows, mask=rows < T, other=2147483647)
-    if WINDOW:
+    if WINDOW:  # a token is the last of the `window` that it sees
         first = tl.maximum(first, rows - window + 1)
     return tl.minimum(first, rows)
 

@@ -149,8 +149,9 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs
     dy_rows, stride_dy = rows_of(dy)
     dx = empty(dy, x.dtype) if needs_dx else None
     dtypes = [dtype for dtype in sums if dtype is not None]
+    dw_dtype, db_dtype = sums
     launch = _backward_launch(
-        N, H, (stride_dy, stride_x), weight is not None, needs_dx, sums[0] is not None, sums[1] is not None,
+        N, H, (stride_dy, stride_x), weight is not None, needs_dx, dw_dtype is not None, db_dtype is not None,
         backward_config(H, x.element_size()), multiprocessors(dy.device),
     )  # fmt: skip
     shares = vector(len(dtypes) * launch.grid[0] * H, dy) if dtypes else stats  # else a pointer that is not read

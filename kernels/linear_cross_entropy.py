@@ -33,6 +33,7 @@ from torch import Tensor
 from ._autograd import NeededGradients, stats_dtype
 from ._cross_entropy_rows import (
     FIELDS,
+    LOG_PROB,
     CrossEntropy,
     CrossEntropyOptions,
     Targets,
@@ -132,7 +133,7 @@ class LinearCrossEntropy(LinearLoss):
         assert values is not None
         o, operands = self.options, head.operands(self.rows, self.vocab)
         # (rows.count,): token weights, and the probability under DFT
-        factor = gradient_factor(upstream, values[1], self.targets, o)
+        factor = gradient_factor(upstream, values[LOG_PROB], self.targets, o)
         if self._takes_gradient(head, needs):
             plan = ChunkPlan(self.rows.count, self.vocab)  # near the end up to ROUNDINGS chunks
             gradients = self.gradients(head, needs, plan, 1.0, largest, rounded_in_place=True)

@@ -221,7 +221,9 @@ def linear_divergence(
             teacher_lora = [x._replace(b=parallel.slice_of(x.b, held)) for x in adapters_of(teacher_lora)]
     if teacher_weight is weight and not weight.requires_grad:
         # Adapters whose teacher is their own base: one head, and one copy of it in the dtype of the products.
-        weight = teacher_weight = _cast_once(weight, hidden, teacher_hidden)
+        dtypes = {compute_dtype(x, weight) for x in (hidden, teacher_hidden)}
+        if len(dtypes) == 1:
+            weight = teacher_weight = weight.to(dtypes.pop())
     head = LinearHead.of(hidden, weight, bias, lora)
     with torch.no_grad():  # the teacher's adapters get no gradient either
         teacher = LinearHead.of(teacher_hidden, teacher_weight, teacher_bias, teacher_lora).detached()
@@ -241,12 +243,6 @@ def linear_divergence(
 def _vocabulary(weight: Tensor, parallel: VocabParallel | None, vocab_size: int | None = None) -> int:
     """Return how many rows of a head take part, wherever they lie."""
     return vocabulary(weight, vocab_size) if parallel is None else min(parallel.vocab, vocab_size or parallel.vocab)
-
-
-def _cast_once(weight: Tensor, *hidden: Tensor) -> Tensor:
-    """Cast a frozen head that both sides share (adapters whose teacher is their own base) to its products' dtype."""
-    dtypes = {compute_dtype(x, weight) for x in hidden}
-    return weight.to(dtypes.pop()) if len(dtypes) == 1 else weight
 
 
 def _named(loss: Tensor, per_token: Tensor, kind, beta: float, alpha: float) -> LinearDivergence:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._autograd import NeededGradients, first_order, graph_is_kept, stats_dtype
-from ._cross_entropy_rows import FIELDS, CrossEntropyOptions, Targets, Tile, tile_gradient, whole_rows
+from ._cross_entropy_rows import ENTROPY, FIELDS, LSE, CrossEntropyOptions, Targets, Tile, tile_gradient, whole_rows
 from ._linear_head import (
     Adapters,
     LinearHead,
@@ -106,8 +106,8 @@ class LinearLogProbs(LinearLoss):
         if smoothed and chunk.dlogits is not None:
             # The smoothed loss gives the mean logit. Its gradient has that in it, too, so the plain one is written by
             # itself.
-            one = torch.ones_like(chunk.values[4])
-            tile_gradient(self._tile(chunk), targets, chunk.values[4], one, chunk.dlogits, self.plain)
+            one = torch.ones_like(chunk.values[LSE])
+            tile_gradient(self._tile(chunk), targets, chunk.values[LSE], one, chunk.dlogits, self.plain)
 
     def values(self, head: LinearHead, direction: bool) -> tuple[Tensor, Tensor | None]:
         """Return the values (fields, N) of all rows and, if `direction`, d log_prob / d hidden (N, H)."""
@@ -139,9 +139,9 @@ class LinearLogProbs(LinearLoss):
         for chunk in self.chunks(head, values, gradients):
             assert chunk.dlogits is not None
             rows = chunk.rows
-            with_entropy = None if entropy is None else (chunk.values[2], entropy_factor[rows])
+            with_entropy = None if entropy is None else (chunk.values[ENTROPY], entropy_factor[rows])
             tile_gradient(
-                self._tile(chunk), self.targets.rows(rows), chunk.values[4], factor[rows], chunk.dlogits, self.plain,
+                self._tile(chunk), self.targets.rows(rows), chunk.values[LSE], factor[rows], chunk.dlogits, self.plain,
                 with_entropy,
             )  # fmt: skip
         chunk = None

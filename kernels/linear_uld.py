@@ -57,6 +57,7 @@ __all__ = ["LinearUld", "Lora", "linear_uld", "linear_uld_reference", "uld_refer
 SORTED_BYTES = 2**28  # that sorting may take besides the workspace
 BYTES_A_NUMBER = 48  # sorted probabilities of both sides, their places and differences, and torch.sort's own memory
 FIELDS = ("loss", "uld", "log_prob", "entropy", "is_top1")
+LOSS, ULD, LOG_PROB, ENTROPY, IS_TOP1 = range(len(FIELDS))
 
 
 class LinearUld(NamedTuple):
@@ -172,29 +173,29 @@ def uld_rows(x: LogitPair, out: Tensor, grad: Tensor | None, o: UldOptions) -> N
     s, slope = transform(x.student, x.bias, o.student)
     t = transform(x.teacher, x.teacher_bias, o.teacher)[0].to(s.dtype)
     log_q, q = s.log_softmax(-1), s.softmax(-1)
-    out[3] = entropy_of(log_q)
-    out[2] = out[4] = 0
+    out[ENTROPY] = entropy_of(log_q)
+    out[LOG_PROB] = out[IS_TOP1] = 0
     if x.labels is not None:
-        out[2] = log_q.gather(1, x.labels[:, None]).squeeze(1)
-        out[4] = s.gather(1, x.labels[:, None]).squeeze(1) >= s.amax(-1)
+        out[LOG_PROB] = log_q.gather(1, x.labels[:, None]).squeeze(1)
+        out[IS_TOP1] = s.gather(1, x.labels[:, None]).squeeze(1) >= s.amax(-1)
     at_t = q if o.temperature == 1.0 else (s / o.temperature).softmax(-1)  # (n, Vs)
     uld, sign = _distance(at_t, (t if o.temperature == 1.0 else t / o.temperature).softmax(-1))
     aligned = uld.new_ones(()) if x.aligned is None else x.aligned.to(uld.dtype)
-    out[1] = uld * o.uld_scale * aligned
-    out[0] = o.uld_weight * out[1]
+    out[ULD] = uld * o.uld_scale * aligned
+    out[LOSS] = o.uld_weight * out[ULD]
     factor = aligned * (o.uld_weight * o.uld_scale / o.temperature)
     dlogits = None
     if grad is not None:
         dlogits = at_t * (sign - torch.linalg.vecdot(at_t, sign)[:, None]) * factor.unsqueeze(-1)
     if o.ce_weight:
-        out[0] += o.ce_weight * (o.label_smoothing - 1) * out[2]
+        out[LOSS] += o.ce_weight * (o.label_smoothing - 1) * out[LOG_PROB]
         if o.label_smoothing:
-            out[0] -= o.ce_weight * o.label_smoothing * log_q.mean(-1)
+            out[LOSS] -= o.ce_weight * o.label_smoothing * log_q.mean(-1)
         if dlogits is not None and x.labels is not None:
             onehot = torch.zeros_like(q).scatter_(1, x.labels[:, None], 1 - o.label_smoothing)
             dlogits += o.ce_weight * (q - onehot - o.label_smoothing / q.shape[1])
     if x.token_weight is not None:
-        out[0] *= x.token_weight
+        out[LOSS] *= x.token_weight
         slope = slope * x.token_weight[:, None]
     if grad is not None and dlogits is not None:
         grad.copy_(dlogits.mul_(slope))

@@ -9,9 +9,9 @@ import torch
 from . import _linear_head as _head
 from . import _low_rank, _triton
 from ._linear_head import Rows, RowSelection
-from ._triton import INSTALLED, use_triton, without_launches
+from ._triton import INSTALLED, SLOW_LAUNCHES, unknown_launcher, use_triton, without_launches
 
-__all__ = ["INSTALLED", "is_interpreted", "use_triton", "without_data"]
+__all__ = ["INSTALLED", "SLOW_LAUNCHES", "is_interpreted", "unknown_launcher", "use_triton", "without_data"]
 
 
 def is_interpreted() -> bool:

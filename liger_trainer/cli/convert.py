@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ._shared import Force, write_new
 
 if TYPE_CHECKING:
-    from ..extras.convert.__init__ import Converted
+    from ..extras.convert import Converted
 
 
 class ForeignTool(StrEnum):
@@ -36,7 +36,7 @@ def convert(
 ) -> None:
     """Convert a configuration. List what has no counterpart here, and as comments at the end of the result."""
     from ..config.run_config import check_text
-    from ..extras.convert.__init__ import convert as read
+    from ..extras.convert import convert as read
 
     text, label = find_config(file)
     # A table for each tool, imported only when it is asked for.

@@ -43,7 +43,16 @@ def doctor(
         raise ConfigError("doctor takes a model or --all: liger-trainer doctor llama, liger-trainer doctor --all.")
     # transformers warns of nearly every default configuration.
     _silence()
-    from ..tools.doctor import config_of, diagnose, diagnose_all, document, family_of, markdown_report
+    from ..tools.doctor import (
+        config_of,
+        diagnose,
+        diagnose_all,
+        document,
+        family_of,
+        markdown_of_missed,
+        markdown_report,
+        not_recognised,
+    )
 
     if model is not None:
         config = config_of(model)
@@ -53,6 +62,22 @@ def doctor(
         typer.echo(document(diagnose_all()), nl=False)
     else:
         _print_all(diagnose_all())
+    missed = not_recognised()
+    if markdown:
+        typer.echo(markdown_of_missed(missed), nl=False)
+    elif missed:
+        _print_missed(missed)
+
+
+def _print_missed(missed: dict[str, str]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("not recognised", "what follows")
+    for what, consequence in missed.items():
+        table.add_row(escape(what), escape(consequence))
+    Console().print(table)
 
 
 def _silence() -> None:

@@ -41,11 +41,13 @@ def merge(
     # Before the base is loaded, which may take minutes.
     _check_target(out, run_dir, name, force)
     from ..common.weights import check_mergeable
+    from ..compat.models import name_or_path
 
     check_mergeable(str(adapter.get("peft_type")))
     quieten_deprecations()
     model, tokenizer = _merged(run_dir, name, None if base else adapter.get("revision"), dtype)
-    of, weights_dtype = model.config._name_or_path, model.dtype
+
+    of, weights_dtype = name_or_path(model.config), model.dtype
     try:
         with writing_to(out), staged_folder(out) as staged:
             from ..common.weights import logits_of

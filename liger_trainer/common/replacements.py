@@ -9,18 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-# accelerate moves the forward of a module with a hook to `_old_forward`, and back when it takes the hook off
-_PLACES = {"forward": "_old_forward", "_old_forward": "forward"}
-
-
-def _forward_attribute(module: nn.Module) -> str:
-    """Return the attribute with the forward that runs: a hook of accelerate calls another than `forward`."""
-    return "_old_forward" if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward") else "forward"
+from ..compat.modules import FORWARD_PLACES, place_of_forward
 
 
 def forward_of(module: nn.Module) -> Callable:
     """Return the forward in whose place `Replacements.forward` puts another."""
-    return getattr(module, _forward_attribute(module))
+    return getattr(module, place_of_forward(module))
 
 
 class _Absent:
@@ -38,7 +32,7 @@ class Replacements:
         self._claimed: set[int] = set()  # ids, used only while a model is being patched
         self._hooks: list[Any] = []  # handles
 
-    def claim(self, module: nn.Module) -> None:
+    def mark_as_patched(self, module: nn.Module) -> None:
         """Mark a module that a swapped one computes too, so that later steps of the patching pass it over."""
         self._claimed.add(id(module))
 
@@ -60,7 +54,7 @@ class Replacements:
 
         It is bound as a method, so that it runs on the copy in a deep copy of the module.
         """
-        self.set(module, _forward_attribute(module), types.MethodType(forward, module))
+        self.set(module, place_of_forward(module), types.MethodType(forward, module))
 
     def pre_hook(self, module: nn.Module, hook: Callable) -> None:
         """Call `hook(module, args, kwargs)` before the module's forward. See `nn.Module.register_forward_pre_hook`."""
@@ -73,7 +67,7 @@ class Replacements:
             self._hooks.pop().remove()
         while self._records:
             owner, name, before, ours = self._records.pop()
-            other = _PLACES.get(name)
+            other = FORWARD_PLACES.get(name)
             if other and vars(owner).get(name) is not ours and vars(owner).get(other) is ours:
                 name = other  # accelerate has since put a hook on the module, or taken it off
                 before = types.MethodType(type(owner).forward, owner) if before is _Absent else before

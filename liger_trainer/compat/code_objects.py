@@ -1,22 +1,134 @@
-"""Copies of methods that find another function under one global name, and the order in which code reads names.
+"""Code of other libraries: what a function reads, what its closure holds, its source, and copies of it.
+
+Everything that looks into a function is here. What is recognised in whose code, and what follows if it is not, is in
+recognitions.py.
 
 transformers' attention looks up `apply_rotary_pos_emb` among its module's globals. To give one instance another
-function, its forward is copied with a new name in place of that one, and the module's namespace gets our function under
-the new name. No existing name is changed: other models read what they always read. A copy of the namespace would not
-do: the forward would miss what somebody puts into the module later, and torch.compile could not guard it, because it
-looks for a function's globals in the module that they are named after.
+function, its forward is copied with a new name in place of that one (`rebound`), and the module's namespace gets our
+function under the new name. No existing name is changed: other models read what they always read. A copy of the
+namespace would not do: the forward would miss what somebody puts into the module later, and torch.compile could not
+guard it, because it looks for a function's globals in the module that they are named after.
 """
 
+import ast
+import copy
 import dis
 import functools
+import inspect
 import itertools
+import sys
+import textwrap
 import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from . import missed
+
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _ALWAYS_JUMPS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE", "JUMP")
 _number = itertools.count()
+
+
+# What a function is made of. None of these fails on what has no code of Python: a builtin, or another callable.
+
+
+def names_read(function: Any) -> tuple[str, ...]:
+    """Return the names of all globals and attributes that a function's code uses."""
+    return getattr(getattr(function, "__code__", None), "co_names", ())
+
+
+def local_names(function: Any) -> tuple[str, ...]:
+    """Return the names of a function's parameters and local variables."""
+    return getattr(getattr(function, "__code__", None), "co_varnames", ())
+
+
+def constants(function: Any) -> tuple[Any, ...]:
+    """Return the constants in a function's code: the literals, and the code of functions inside of it."""
+    return getattr(getattr(function, "__code__", None), "co_consts", ())
+
+
+def outer_names(function: Any) -> tuple[str, ...]:
+    """Return the names of the variables of functions around it that a function reads."""
+    return getattr(getattr(function, "__code__", None), "co_freevars", ())
+
+
+def closed_over(function: Any) -> dict[str, Any]:
+    """Return the variables of functions around it that a function reads, with their values."""
+    return dict(zip(outer_names(function), map(_contents, function.__closure__ or ()), strict=True))
+
+
+def code_of(function: Any) -> types.CodeType | None:
+    """Return a function's code, one object for all functions that one line of source has made; None without code."""
+    return getattr(function, "__code__", None)
+
+
+def is_same_code(function: Any, other: Any) -> bool:
+    """Whether two functions were compiled from the same words, perhaps in two files."""
+    a, b = function.__code__, other.__code__  # which compare their line numbers too
+    return (a.co_code, a.co_names, a.co_consts) == (b.co_code, b.co_names, b.co_consts)
+
+
+def global_of(function: Any, name: str) -> Any:
+    """Return what a function reads as a global of this name, None where there is none."""
+    return function.__globals__.get(name)
+
+
+def name_in_source(function: Any) -> str:
+    """Return the path of a function in its file, such as `Model.forward`; empty without one."""
+    return getattr(function, "__qualname__", "")
+
+
+def without_decorator(function: Any) -> Any:
+    """Return what the outermost decorator by functools.wraps has wrapped; a function without one itself."""
+    return getattr(function, "__wrapped__", function)
+
+
+def argument_of_deepcopy() -> Any:
+    """Return the object that copy.deepcopy was given, where it has called the caller's own caller; else None.
+
+    `copy.deepcopy(x)` looks `x.__deepcopy__` up and calls it without x. A method that was found on an object inside of
+    x, by a `__getattr__` that passes on, cannot know x in another way.
+    """
+    frame = sys._getframe(2)  # 0 is this function, 1 the method, 2 what calls the method
+    return frame.f_locals["x"] if frame.f_code is copy.deepcopy.__code__ else None
+
+
+def takes_item_of(function: Any, name: str) -> bool:
+    """Whether a function indexes its local variable: `name[...]`."""
+    steps = list(dis.get_instructions(function))
+    for i, step in enumerate(steps):
+        # The container and the index are loaded just before, by one instruction each or, from Python 3.13 on, by one.
+        loads = [s for s in steps[max(0, i - 2) : i] if s.opname.startswith("LOAD_FAST")]
+        names = [n for s in loads for n in (s.argval if isinstance(s.argval, tuple) else (s.argval,))]
+        takes = "SUBSCR" in step.opname or step.argrepr == "[]"  # from Python 3.14 on the latter
+        if takes and names[-2:-1] == [name]:
+            return True
+    return False
+
+
+# See `missed`. Here, and not in recognitions.py, which imports transformers: layers are used without it too.
+NO_SOURCE = (
+    "the source of transformers' models cannot be read",  # as where only compiled files are installed
+    "linear layers of one input are computed one by one",
+)
+
+
+@functools.cache  # each layer of a model has the same class, and reading takes a millisecond
+def forward_source(kind: type) -> ast.FunctionDef | None:
+    """Return the forward of a class of modules; None where there is no source, or not that of one function."""
+    try:
+        source = inspect.getsource(inspect.unwrap(kind.forward))  # pyright: ignore[reportAttributeAccessIssue]
+        (function,) = ast.parse(textwrap.dedent(source)).body
+    except OSError:  # there is no file with it
+        if kind.__module__.startswith("transformers.models."):
+            missed(*NO_SOURCE)
+        return None
+    except (TypeError, SyntaxError, ValueError):
+        return None
+    return function if isinstance(function, ast.FunctionDef) else None
+
+
+# Copies of methods that find another function under one global name, and the order in which code reads names
 
 
 def inner_functions(function: Any) -> Iterator[types.FunctionType]:

@@ -1,11 +1,11 @@
-"""Parameters that DeepSpeed's ZeRO-3 has partitioned.
+"""DeepSpeed (0.19), above all parameters that its ZeRO-3 has partitioned.
 
 Such a parameter is empty, of shape (0,), except while DeepSpeed has gathered it: during the forward and the backward of
 its module, and of those with which it is registered.
 """
 
 import contextlib
-from collections import OrderedDict
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from .modules import is_of_deepspeed
+from . import missed
+from .code_objects import names_read
+from .modules import is_of_deepspeed, without_some_hooks
 
 
 def is_partitioned(parameter: Any) -> bool:
@@ -22,6 +24,7 @@ def is_partitioned(parameter: Any) -> bool:
 
 def is_missing(parameter: Any) -> bool:
     """Whether a parameter is partitioned and not gathered now."""
+    # the third status is INFLIGHT: gathering has begun, and the data are not there yet
     return is_partitioned(parameter) and parameter.ds_status.name != "AVAILABLE"
 
 
@@ -41,11 +44,17 @@ def need_in(module: nn.Module, parameters: list[nn.Parameter]) -> None:
         import deepspeed  # pyright: ignore[reportMissingImports]
 
         for parameter in parameters:
-            deepspeed.zero.register_external_parameter(module, parameter)
+            deepspeed.zero.register_external_parameter(module, parameter)  # pyright: ignore
+        if not all(is_needed_in(module, parameter) for parameter in parameters):
+            missed(
+                "DeepSpeed does not note parameters that other modules need as we know it",
+                "models whose output head it partitions are refused",
+            )
 
 
 def is_needed_in(module: nn.Module, parameter: nn.Parameter) -> bool:
     """Return whether `need_in` was called with both."""
+    # what `register_external_parameter` writes to, by the parameters' ids
     return id(parameter) in getattr(module, "_external_params", ())
 
 
@@ -58,7 +67,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
         return
     import deepspeed  # pyright: ignore[reportMissingImports]
 
-    with deepspeed.zero.GatheredParameters(missing):
+    with deepspeed.zero.GatheredParameters(missing):  # pyright: ignore
         yield
 
 
@@ -68,13 +77,47 @@ def whole_for_many_passes(model: nn.Module) -> Iterator[None]:
     if not any(map(is_partitioned, model.parameters())):
         yield
         return
-    places = [(vars(module), name) for module in model.modules() for name in ("_forward_hooks", "_forward_pre_hooks")]
-    before = [attributes[name] for attributes, name in places]
-    with gathered(model):
-        for (attributes, name), hooks in zip(places, before, strict=True):
-            attributes[name] = OrderedDict((k, hook) for k, hook in hooks.items() if not is_of_deepspeed(hook))
-        try:
-            yield
-        finally:
-            for (attributes, name), hooks in zip(places, before, strict=True):
-                attributes[name] = hooks
+    with gathered(model), without_some_hooks(model.modules(), lambda key, hook: is_of_deepspeed(hook)):
+        yield
+
+
+# The attribute by which DeepSpeed knows a leaf: a module that is gathered whole. It is set on modules directly, as all
+# that is replaced in a patched model, so that undoing the patch puts back what was there.
+LEAF = "_z3_leaf"
+
+
+def norm_of_gradients(optimizer: Any) -> Any:
+    """Return the norm that DeepSpeed's optimizer has left of the gradients which it took; None where it left none.
+
+    The engine's public `get_global_grad_norm` reads the same, but a callback is shown only the optimizer. Without
+    ZeRO, and in fp32, the optimizer is torch's own: the engine keeps the norm to itself.
+    """
+    norm = getattr(optimizer, "_global_grad_norm", None)
+    if norm is None and is_of_deepspeed(type(optimizer)) and not hasattr(optimizer, "_global_grad_norm"):
+        missed(
+            f"DeepSpeed's {type(optimizer).__name__} does not keep the norm of its gradients as we know it",
+            "gradients that are not finite show only in the weights",
+        )
+    return norm
+
+
+def sequence_parallel_group() -> Any:
+    """Return the process group whose ranks share rows."""
+    from deepspeed.utils import groups  # pyright: ignore[reportMissingImports]
+
+    return groups._get_sequence_parallel_group()
+
+
+def zero3_averages_over_all_ranks() -> bool:
+    """Whether ZeRO-3 averages gradients over all ranks, whether they share rows or not.
+
+    DeepSpeed 0.19.8 does so here. A release that divides by the size of sequence parallelism, or has moved it, would
+    train with other gradients: `_why_zero3` (trainers/sequence_parallel.py) then refuses it.
+    """
+    from deepspeed.runtime.zero.stage3 import (  # pyright: ignore[reportMissingImports]
+        DeepSpeedZeroOptimizer_Stage3,
+    )
+
+    # two underscores before the name in the class: Python puts the class's name in front
+    reduce = getattr(DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", None)
+    return reduce is not None and "sequence_parallel_size" not in names_read(inspect.unwrap(reduce))

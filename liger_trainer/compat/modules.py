@@ -1,9 +1,13 @@
 """What is inside torch's modules: their hooks, and the dictionaries of their parameters, buffers and children.
 
-torch (2.11 to 2.13) keeps these in attributes without a promise.
+Also the attributes by which accelerate puts a hook around a module's forward. torch (2.11 to 2.13) has public walks
+over the same dictionaries, but they skip None and names of one tensor, make new objects, and cost a step's host time:
+these functions return the dictionaries themselves.
 """
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -32,12 +36,119 @@ def is_hooked_by_others(module: nn.Module) -> bool:
 
 
 def is_of_deepspeed(hook: Any) -> bool:
+    """Whether DeepSpeed has made a hook: its functions and closures keep the name of their module."""
     return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")
+
+
+def is_hooked_by_deepspeed(module: nn.Module) -> bool:
+    """Whether DeepSpeed has put a hook before a module's forward."""
+    return any(map(is_of_deepspeed, module._forward_pre_hooks.values()))
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module's own hooks want the gradients of what it takes or returns."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def is_called(module: nn.Module) -> bool:
     """Whether a module has hooks, or a forward that is not its class's."""
     return is_hooked(module) or "forward" in vars(module)
+
+
+@contextlib.contextmanager
+def without_some_hooks(modules: Iterable[nn.Module], left_out: Callable[[int, Any], bool]) -> Iterator[None]:
+    """Within the context, modules run without the hooks around their forward that are `left_out(id, hook)`.
+
+    The dictionaries are exchanged, and not emptied: what is registered meanwhile is dropped, and removing a hook by
+    its handle, which knows the dictionary, works as ever.
+    """
+    places = [(vars(module), name) for module in modules for name in ("_forward_hooks", "_forward_pre_hooks")]
+    before = [attributes[name] for attributes, name in places]
+    for (attributes, name), hooks in zip(places, before, strict=True):
+        attributes[name] = OrderedDict((k, hook) for k, hook in hooks.items() if not left_out(k, hook))
+    try:
+        yield
+    finally:
+        for (attributes, name), hooks in zip(places, before, strict=True):
+            attributes[name] = hooks
+
+
+# accelerate (1.14 and 1.15) moves the forward of a module with a hook to `_old_forward`, and back when it takes the
+# hook off. A model that is spread over devices or offloaded has such hooks on its layers.
+FORWARD_PLACES = {"forward": "_old_forward", "_old_forward": "forward"}  # each with the other
+
+
+def place_of_forward(module: nn.Module) -> str:
+    """Return the attribute with the forward that runs: a hook of accelerate calls another than `forward`."""
+    return "_old_forward" if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward") else "forward"
+
+
+def replaced_forward(module: nn.Module) -> Any:
+    """Return the forward that a module itself has in place of its class's, below accelerate's hook; None without."""
+    hooked = "_hf_hook" in vars(module) and "_old_forward" in vars(module)
+    return vars(module).get("_old_forward" if hooked else "forward")
+
+
+def accelerate_hook(module: nn.Module) -> Any:
+    """Return accelerate's hook on a module itself, None without one."""
+    return vars(module).get("_hf_hook")
+
+
+def forward_is_moved(module: nn.Module) -> bool:
+    """Whether accelerate has put a forward of its own on a module itself, which calls the one that was there."""
+    return "_old_forward" in vars(module)
+
+
+def forward_below_hook(module: nn.Module) -> Any:
+    """Return the forward that accelerate's hook on a module calls, None without a hook."""
+    hooked = getattr(module, "_hf_hook", None) is not None
+    return getattr(module, "_old_forward", None) if hooked else None
+
+
+# The dictionaries of a module
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return a module's dictionary of its own parameters by name; some may be None."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    """Return a module's dictionary of its own buffers by name; some may be None."""
+    return module._buffers
+
+
+def own_children(module: nn.Module) -> dict[str, Any]:
+    """Return a module's dictionary of its children by name; some may be None, and one may have two names."""
+    return module._modules
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether it is the module that torch.compile has put around another one."""
+    return "_orig_mod" in model._modules
+
+
+def copy_without_tensors(module: nn.Module, left_out: Collection[str], training: bool) -> nn.Module:
+    """Return a module of the same class and attributes, without hooks and children, whose tensors are None.
+
+    Args:
+        left_out: further attributes that it does not get.
+    """
+    copy = object.__new__(type(module))  # no constructor: it would draw full-size weights
+    left_out = ("forward", "_old_forward", "_hf_hook", *left_out)
+    vars(copy).update({k: v for k, v in vars(module).items() if k not in left_out})
+    vars(copy).update(vars(nn.Module()), training=training)  # empty dictionaries in place of those of the module
+    copy._parameters.update(dict.fromkeys(module._parameters))
+    copy._buffers.update(dict.fromkeys(module._buffers))
+    return copy
+
+
+def without_child(module: nn.Module, name: str, kind: type) -> nn.Module:
+    """Return a module of class `kind` with the tensors and attributes of another one, and without one child."""
+    plain = object.__new__(kind)
+    children = {other: child for other, child in module._modules.items() if other != name}
+    vars(plain).update({**vars(module), "_modules": children})
+    return plain
 
 
 # Parameters of a model without a walk over its modules, which takes long where adapters make many small ones.

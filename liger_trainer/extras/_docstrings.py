@@ -1,6 +1,6 @@
 """Print the docstrings of the Python standard library as JSON: [[kind, module, name, docstring], ...].
 
-Run as a script, in an interpreter of its own and without site-packages: importing some 200 modules then
+Run as a script, in a separate interpreter and without site-packages: importing some 200 modules then
 changes nothing in the process that trains, and libraries that patch the standard library cannot change the
 result. Imports nothing of this package. Source: the running interpreter's own documentation (PSF-2.0).
 """

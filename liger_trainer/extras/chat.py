@@ -255,6 +255,7 @@ class Session:
     def run(self) -> None:
         if self.interactive:
             print(f"{self._status()}\n/help lists the commands.")
+        # to stderr: a script reads answers from stdout
         if not self.chat.student.tokenizer.chat_template:
             print("liger-trainer: no chat template: this model goes on with each text by itself.", file=sys.stderr)
         for line in self._lines():
@@ -274,6 +275,7 @@ class Session:
         if not self.interactive:
             for line in sys.stdin:
                 if line.strip():
+                    # a script's output then reads like a chat
                     print(f"> {line.strip()}", flush=True)
                     yield line.strip()
             return
@@ -324,6 +326,7 @@ class Session:
         if self.chat.second is not None:
             begun = "" if speaker is self.chat.student else "\n"
             print(f"{begun}{speaker.name}: ", end="", flush=True)
+        # a model may write control characters, which a terminal would obey
         return lambda piece: print(visible(piece), end="", flush=True)
 
     def _clear(self) -> None:
@@ -332,6 +335,7 @@ class Session:
     def _retry(self) -> None:
         if not self.last:
             raise ConfigError("/retry: nothing was asked yet.")
+        # the question and its answer
         self.chat.messages = self.chat.messages[:-2]
         self._ask(self.last)
 
@@ -341,6 +345,7 @@ class Session:
 
     def _set(self, words: str) -> None:
         """Read KEY=VALUE pairs."""
+        # types are text in a dataclass: `int | None`
         kinds = {field.name: int if "int" in str(field.type) else float for field in dataclasses.fields(Manner)}
         del kinds["system"]
         changes: dict[str, Any] = {}

@@ -298,7 +298,7 @@ def _forget_quantization(model: "PreTrainedModel") -> None:
 def _complete_tokenizer(tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig") -> None:
     """Restore what transformers does not read from the file, and drop the record of where it was loaded from.
 
-    That is the context length, the rule that digits stand alone (the file's `smollm` pre-tokenizer) and, in 5.17, the
+    That is the context length, the rule that digits stand apart (the file's `smollm` pre-tokenizer) and, in 5.17, the
     tokens that end and pad a text.
     """
     from tokenizers import pre_tokenizers

@@ -132,6 +132,7 @@ class PrivilegedTeacher(Teacher):
 
     def see(self, dataset: Any, tokenizer: Any, name: str) -> None:
         first = next(iter(dataset))
+        # in a tokenized row nobody knows where a system message would stand
         if not isinstance(dataset, Dataset) or "input_ids" in first:
             raise ConfigError(
                 f"teacher_prompt needs rows of text or messages that can be read beforehand; the {name} dataset is "
@@ -141,6 +142,7 @@ class PrivilegedTeacher(Teacher):
             raise ConfigError(
                 f"teacher_prompt_column: rows of prompts alone, as in the {name} dataset, keep no columns."
             )
+        # such rows become chats when they are prepared
         alpaca = "instruction" in first and "output" in first and self._args.alpaca_prompt != "stanford_text"
         is_chat = is_conversational_from_value(first) or is_conversational(first) or "conversations" in first or alpaca
         self._tokenizer, self._chat[name] = tokenizer, bool(is_chat)
@@ -157,6 +159,7 @@ class PrivilegedTeacher(Teacher):
                     "text."
                 )
             front = self._front(value, self._chat[name])
+            # rows come back as tokens, cut, shuffled and packed: the key is all that names them
             key = row_key(cut(document.input_ids), cut(document.labels))
             if self._of_rows.setdefault(key, front) != front:
                 raise DataError(
@@ -176,6 +179,7 @@ class PrivilegedTeacher(Teacher):
         return PromptCollator(self._inner.collator(collator), self.front)
 
     def fingerprints(self) -> dict[str, Any]:
+        # another prompt is another teacher: a resumed run would notice
         prompts = self._of_rows or {b"": self._front(self._prompt or "", all(self._chat.values()))}
         texts = (key + repr(front.ids).encode() for key, front in prompts.items())
         return {**self._inner.fingerprints(), "prompt": data_fingerprint(texts)}
@@ -211,6 +215,7 @@ class PrivilegedTeacher(Teacher):
             if front is None:
                 raise DataError(f"{shown} is of no dataset that the trainer prepared, so its prompt is not known.")
         else:
+            # train and held-out rows may differ in whether they are chats
             fronts = [self._front(self._prompt or "", chat) for chat in dict.fromkeys(self._chat.values())]
             front = next((front for front in fronts if ids[: len(front.head)] == front.head), fronts[0])
         size = len(front.head)
@@ -241,6 +246,7 @@ class PrivilegedTeacher(Teacher):
         rest = {key: value for key, value in without_labels(inputs).items() if key not in longer}
         logits: Any = self._inner.answer({**rest, **longer})
         length = inputs["input_ids"].shape[1]
+        # the student's position p is the teacher's p plus what the prompt is longer than what it replaces
         places = (torch.arange(length, device=sizes.device) + (sizes - replaces)[:, None]).clamp(min=0)
         return logits[torch.arange(len(places), device=sizes.device)[:, None], places]
 
@@ -266,6 +272,7 @@ def prompted(ids: Tensor, mask: Tensor | None, prompts: Tensor, sizes: Tensor, r
     length, longest = ids.shape[1], prompts.shape[1]
     places = torch.arange(length + longest, device=ids.device)[None]
     in_prompt = places < sizes[:, None]
+    # for each place of the longer row, the place in the student's
     in_row = places - (sizes - replaces)[:, None]
     inside = in_row.clamp(0, length - 1)
     of_prompt = places.clamp(max=longest - 1).expand(len(ids), -1)
@@ -284,6 +291,7 @@ class PromptCollator:
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         fronts = [self._front(example) for example in examples]
         batch = self.collator(examples)
+        # at least one column: an empty prompt has nothing to gather from
         ids = torch.zeros(len(fronts), max(1, *(len(front.ids) for front in fronts), 1), dtype=torch.int64)
         for row, front in zip(ids, fronts, strict=True):
             row[: len(front.ids)] = torch.tensor(front.ids, dtype=torch.int64)

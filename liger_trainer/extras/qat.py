@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from ..compat.models import modules_kept_in_fp32
 from ..errors import ConfigError
 from ..patching.patcher import base_of
 from ..plugins import QUANTISED, TrainerPlugin
@@ -33,7 +34,7 @@ def linear_layers(model: Any) -> dict[str, nn.Linear]:
     # transformers skips the last module when it loads a model, as that is often the head
     last = list(model.named_parameters(remove_duplicate=False))[-1][0]  # while it loads, nothing is tied yet
     whole = [key.removesuffix(".weight") for key in (last, *ties, *ties.values())]
-    whole += model._keep_in_fp32_modules or ()
+    whole += modules_kept_in_fp32(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {
         name: layer
@@ -116,26 +117,26 @@ class QuantisedWeights(TrainerCallback):
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
         """Within the context the model has the weights behind the quantised ones, to be saved or loaded."""
-        self._lift()
+        self._restore_weights()
         try:
             yield
         finally:
-            self._take()
+            self._take_weights()
 
     @torch.no_grad()
-    def _lift(self) -> None:
+    def _restore_weights(self) -> None:
         for weight, behind in zip(self._weights, self._behind, strict=True):
             weight.copy_(behind)
 
     @torch.no_grad()
-    def _take(self) -> None:
+    def _take_weights(self) -> None:
         for weight, behind in zip(self._weights, self._behind, strict=True):
             behind.copy_(weight)
         self._quantise()
 
     def release(self) -> None:
         """Leave the weights behind in the model, and forget them."""
-        self._lift()
+        self._restore_weights()
         self._weights, self._behind = [], []
 
     def on_train_begin(self, args, state, control, model: Any = None, optimizer: Any = None, **kwargs) -> None:
@@ -151,10 +152,10 @@ class QuantisedWeights(TrainerCallback):
         self._quantise()  # a training that was interrupted in its optimizer's step has left the weights behind
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
-        self._lift()
+        self._restore_weights()
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
-        self._take()
+        self._take_weights()
 
 
 def torchao_config(qat: str, group_size: int) -> Any:

@@ -23,8 +23,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from ..compat.torch_internals import parse_to, shares_memory, tree_leaves, version_of
 from ..errors import ConfigError, MaterializedLogitsWarning
 from .model_parts import Head
 
@@ -221,7 +221,7 @@ class DeferredLogits:
 
     @_of_real_ones_too
     def to(self, *args, **kwargs):
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        device, dtype = parse_to(*args, **kwargs)
         if device is not None and torch.device(device) != self.device:
             return _applied("a move to another device", _method("to"), (self, *args), kwargs)
         return self if dtype in (None, self.dtype) else self._with(cast=dtype)
@@ -389,10 +389,6 @@ def _exchanged(value: Any, real: dict[int, Tensor]) -> Any:
     return value
 
 
-def version_of(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
 _WITHOUT_MEMORY = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 
 
@@ -402,7 +398,7 @@ def _shares(result: Any, tensor: Tensor) -> bool:
         return False
     for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor):
-            if torch._C._is_alias_of(leaf, tensor):  # pyright: ignore[reportAttributeAccessIssue]
+            if shares_memory(leaf, tensor):
                 return True
         elif not isinstance(leaf, _WITHOUT_MEMORY):
             return True

@@ -12,16 +12,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
 from ..common.replacements import own_attribute, replaced_in_this_thread, without_replacement
 from ..compat.deepspeed import gathered, is_partitioned
+from ..compat.torch_internals import (
+    FakeTensor,
+    checkpoint_hook,
+    tensor_without_memory,
+    tree_map,
+    version_of,
+    without_subclasses,
+)
 from ..errors import ConfigError
 from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..kernels.linear_log_probs import LogProbs, linear_log_probs
 from ..kernels.lora_linear import lora_linear_reference
-from .deferred_logits import DeferredLogits, DeferredPass, version_of
+from .deferred_logits import DeferredLogits, DeferredPass
 from .model_parts import Head, gather, output_module, reader_of, sharded_head
 
 # Without gradients a model returns its deferred logits as `LazyLogits`. An evaluation loop gathers every tensor of an
@@ -47,7 +53,7 @@ class LazyLogits(Tensor):
     @torch.compiler.disable(reason="logits that may never be read are made outside of a graph")
     def of(deferred: DeferredLogits) -> "LazyLogits":
         """Return logits that will be computed as they would be now."""
-        lazy = Tensor._make_wrapper_subclass(LazyLogits, deferred.shape, dtype=deferred.dtype, device=deferred.device)
+        lazy = tensor_without_memory(LazyLogits, deferred.shape, deferred.dtype, deferred.device)
         lazy._deferred = deferred
         return lazy
 
@@ -56,7 +62,7 @@ class LazyLogits(Tensor):
         name = getattr(func, "__name__", "")
         stored = any(isinstance(x, LazyLogits) and x._deferred.stored for x in args)
         if not stored and (func in _DESCRIBES or name == "__get__"):
-            with torch._C.DisableTorchFunctionSubclass():  # whose result is not made a LazyLogits again
+            with without_subclasses():  # whose result is not made a LazyLogits again
                 return func(*args, **(kwargs or {}))
         dtype = None if stored else _cast_of(func, args, kwargs)
         if dtype is not None:  # mixed precision casts what a model returns, read or not
@@ -99,11 +105,7 @@ class Checkpoints:
 
 
 def _hook_of_checkpoint() -> Any:
-    """Return the hook by which the innermost checkpoint takes what autograd saves, if it is a non-reentrant one."""
-    if torch.compiler.is_compiling():
-        return None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
-    return hooks[0] if hooks and hooks[0].__qualname__.startswith("_checkpoint_hook.") else None
+    return None if torch.compiler.is_compiling() else checkpoint_hook()  # which torch.compile cannot trace
 
 
 @contextlib.contextmanager

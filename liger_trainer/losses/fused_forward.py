@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..common.replacements import own_attribute, replaced, replaced_in_this_thread, without_replacement
+from ..compat.models import LOSS_FUNCTION
+from ..compat.recognitions import forward_below_trl_head
 from ..errors import ConfigError, MaterializedLogitsWarning
 from .answers import as_teacher_answer, cross_entropy_loss
 from .deferred_logits import DeferredLogits, settled
@@ -155,9 +157,9 @@ class FusedLoss:
 @contextlib.contextmanager
 def _as_loss_function(model: Any, loss: "LossOfOneForward") -> Iterator[None]:
     """Within the context, `loss` is the model's loss function."""
-    if own_attribute(model, "_loss_function") is not None:  # perhaps since the fused loss was put on the model
+    if own_attribute(model, LOSS_FUNCTION) is not None:  # perhaps since the fused loss was put on the model
         check_loss(model)
-    with replaced_in_this_thread(model, "_loss_function", loss, ForCausalLMLoss):
+    with replaced_in_this_thread(model, LOSS_FUNCTION, loss, ForCausalLMLoss):
         yield
 
 
@@ -291,20 +293,12 @@ def _keywords(forward: Callable) -> set[str] | None:
 
 def has_trl_head(model: Any) -> bool:
     """Whether a trainer of TRL has put its own fused head on the model."""
-    return _trl_original(vars(model).get("forward")) is not None
-
-
-def _trl_original(forward: Any) -> Any:
-    """Return the forward below TRL's fused head (`trl.trainer.utils.add_fused_lm_head`), None where it is not there."""
-    function = getattr(forward, "__func__", None)
-    if function is None or function.__globals__.get("__name__") != "trl.trainer.utils":
-        return None
-    return inspect.getclosurevars(function).nonlocals["original_forward"]
+    return forward_below_trl_head(vars(model).get("forward")) is not None
 
 
 def _without_trl_head(forward: Any) -> Callable | None:
     """Return a replaced forward without TRL's fused head; None for the class's own forward."""
-    original = _trl_original(forward)
+    original = forward_below_trl_head(forward)
     if original is None:
         return forward
     class_forward = getattr(type(getattr(original, "__self__", None)), "forward", None)

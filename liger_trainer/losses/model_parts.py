@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..common.replacements import own_attribute
+from ..compat.code_objects import name_in_source
 from ..compat.deepspeed import is_needed_in, is_partitioned, need_in, shape_of
-from ..compat.modules import is_hooked_by_others
+from ..compat.models import adapters_of_wrapper, check_tokens
+from ..compat.modules import has_backward_hooks, is_hooked_by_others
+from ..compat.torch_internals import FakeTensor
 from ..errors import ConfigError
 from ..kernels.types import Lora, VocabParallel
 from ..plugins import KEEPS_ROWS, load
@@ -71,12 +73,12 @@ def reader_of(module: nn.Module | None) -> Reader | str:
         return "the model has no output embeddings"
     if own_attribute(module, "forward") is not None:
         return f"the forward of its output head ({type(module).__name__}) has been replaced"
-    if module._backward_hooks or module._backward_pre_hooks:
+    if has_backward_hooks(module):
         return f"its output head ({type(module).__name__}) has backward hooks, which need the gradient of its logits"
     forward = type(module).forward
     if forward is nn.Linear.forward:
         return _of_linear
-    reader = _PEFT_READERS.get(f"{forward.__module__}.{forward.__qualname__}")
+    reader = _PEFT_READERS.get(f"{forward.__module__}.{name_in_source(forward)}")
     return reader or f"its output head is a {type(module).__name__}, which does more than a linear map"
 
 
@@ -92,9 +94,9 @@ def gather(module: nn.Module, model: nn.Module) -> None:
     freed = [name for name, p in module.named_parameters() if is_partitioned(p) and not is_needed_in(model, p)]
     if freed:
         raise ConfigError(
-            f"ZeRO-3 gathers {', '.join(freed)} of the output head ({type(module).__name__}) for its own forward "
-            "alone: the model was patched before DeepSpeed was configured, or its head was changed since. Make the "
-            "training arguments first, then patch the model that will be trained."
+            f"ZeRO-3 gathers {', '.join(freed)} of the output head ({type(module).__name__}) only for its own forward: "
+            "the model was patched before DeepSpeed was configured, or its head was changed since. Make the training "
+            "arguments first, then patch the model that will be trained."
         )
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
@@ -139,7 +141,7 @@ def _of_wrapper(module: Any) -> Head | str:
     if hasattr(module, "token_adapter"):
         return Head.read(module.token_adapter)
     active = module.active_adapters
-    if module.disable_adapters or not active or any(name not in module._adapters for name in active):
+    if module.disable_adapters or not active or any(name not in adapters_of_wrapper(module) for name in active):
         return Head.read(module.original_module)
     return Head.read(module.modules_to_save[active[0]])
 
@@ -150,7 +152,7 @@ def _of_trainable_tokens(module: Any) -> Head | str:
     base = Head.read(module.base_layer)
     if isinstance(base, str) or module.disable_adapters or module.merged or not module.active_adapters:
         return base
-    module._check_overlapping_tokens(module.active_adapters)
+    check_tokens(module, module.active_adapters)
     return Head(_whole(module.get_merged_weights(module.active_adapters)), None)
 
 
@@ -206,7 +208,7 @@ _PEFT_READERS: dict[str, Reader] = {
 def _whole(parameter: Tensor) -> Tensor:
     """Return a sharded parameter gathered: a frozen one of FSDP2, or one of tensor parallelism.
 
-    The gradient is that of this rank's rows. That is right only in tensor parallelism, where all ranks have the same.
+    The gradient is of this rank's rows. That is right only in tensor parallelism, where all ranks have the same.
     """
     full_tensor = getattr(parameter, "full_tensor", None)
     return parameter if full_tensor is None else full_tensor()

@@ -75,17 +75,16 @@ class FamilyPatch:
 
     def redo(self) -> None:
         """Take `undo()` back: patch the models that are constructed from now on."""
-        self._replacements.set(self._class, "__init__", self._patching(self._class.__init__))
-        _wrapped[self._class] = self
+        construct = self._class.__init__
 
-    def _patching(self, construct: Callable) -> Callable:
         @functools.wraps(construct)
         def __init__(model, *args, **kwargs):
             construct(model, *args, **kwargs)
             if type(model) is self._class:  # a subclass's constructor has not ended yet
                 announce(str(_patched_as_wanted(model, self.options, self._wanted).report))
 
-        return __init__
+        self._replacements.set(self._class, "__init__", __init__)
+        _wrapped[self._class] = self
 
     def undo(self) -> None:
         """Leave the models that are constructed from now on as they are. Doing it twice does nothing."""

@@ -8,7 +8,6 @@ import copy
 import inspect
 import logging
 import pickle
-import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +17,12 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..common.replacements import Replacements
-from ..compat.modules import is_of_deepspeed
+from ..compat.code_objects import argument_of_deepcopy
+from ..compat.deepspeed import LEAF
+from ..compat.models import LOSS_FUNCTION
+from ..compat.modules import is_compiled, is_hooked_by_deepspeed
+from ..compat.recognitions import LOSS, calls_loss_function, check
+from ..compat.torch_internals import REPLICATE
 from ..errors import ConfigError
 from ..losses.answers import stored_logits_loss
 from ..losses.deferred_logits import DeferredLogits
@@ -78,13 +82,14 @@ class Patched:
 
     def _patch_loss(self, loss: LossOptions | None) -> None:
         wanted = self.options.cross_entropy or self.options.fused_linear_cross_entropy
-        if wanted and loss is None and not _calls_loss_function(self.model):
+        if wanted and loss is None and not calls_loss_function(type(self.model)):
+            check(LOSS)
             self.report.leave("loss", _NO_LOSS_FUNCTION)
             return
         try:
             if self.options.cross_entropy:
                 check_loss(self.model)
-                self._replacements.set(self.model, "_loss_function", stored_logits_loss)
+                self._replacements.set(self.model, LOSS_FUNCTION, stored_logits_loss)
                 self.report.swap("cross-entropy")
             elif self.options.fused_linear_cross_entropy:
                 self._fuse(loss)
@@ -182,7 +187,7 @@ def patch(model: Any, options: PatchOptions | Mapping[str, bool] | None = None, 
             f"patch takes a model that is loaded, got {model!r:.80}. "
             "AutoLigerKernelForCausalLM.from_pretrained loads one and patches it."
         )
-    if "_orig_mod" in model._modules or isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    if is_compiled(model) or isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ConfigError(
             f"patch takes the model itself, not the {type(model).__name__} around it, which hides its loss: "
             "patch first, then compile or wrap."
@@ -215,14 +220,8 @@ def _name(model: Any) -> str:
     return getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__
 
 
-def _calls_loss_function(model: Any) -> bool:
-    """Whether the forward of the model's class, or one that it extends, uses `self.loss_function`."""
-    forwards = (inspect.unwrap(vars(base)["forward"]) for base in type(model).__mro__ if "forward" in vars(base))
-    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
-
-
 def _refuse_data_parallel(model: Any) -> None:
-    """Stand in for `_replicate_for_data_parallel`: the replicas would run forwards that are bound to the original."""
+    """Stand in for what nn.DataParallel calls: the replicas would run forwards that are bound to the original."""
     raise ConfigError(
         "A patched model does not run under nn.DataParallel, which Trainer uses when one process sees several GPUs. "
         "Launch with `torchrun` or `accelerate launch`, or show the process one GPU with CUDA_VISIBLE_DEVICES."
@@ -244,9 +243,8 @@ def _deep_copy(model: Any, memo: dict[int, Any]) -> Any:
     The copy has its own guards and record: a deep copy of a bound method is bound to the copy. A PEFT model looks
     attributes up in the model that it wraps, and so finds this method when it is copied itself.
     """
-    caller = sys._getframe(1)
-    if caller.f_code is copy.deepcopy.__code__:
-        model = caller.f_locals["x"]
+    copied = argument_of_deepcopy()
+    model = model if copied is None else copied
     memo[id(model)] = clone = object.__new__(type(model))
     clone.__setstate__(copy.deepcopy(model.__getstate__(), memo))
     return clone
@@ -254,7 +252,7 @@ def _deep_copy(model: Any, memo: dict[int, Any]) -> Any:
 
 # Methods that a patched model has in place of its class's.
 GUARDS: dict[str, Callable] = {
-    "_replicate_for_data_parallel": _refuse_data_parallel,
+    REPLICATE: _refuse_data_parallel,
     "__reduce_ex__": _refuse_to_pickle,
     "__deepcopy__": _deep_copy,
 }
@@ -268,9 +266,6 @@ GUARDS: dict[str, Callable] = {
 #
 # DeepSpeed sums the gradients of a leaf over the ranks when the input's gradient is known. The input of the first layer
 # over frozen embeddings needs none, so the layer's gradients would be summed before they are computed. So it gets one.
-
-
-LEAF = "_z3_leaf"  # the attribute by which DeepSpeed knows a leaf
 
 
 def gather_by_layers(model: Any, replacements: Replacements) -> None:
@@ -287,7 +282,7 @@ def gather_by_layers(model: Any, replacements: Replacements) -> None:
         _, layers = decoder_layers(model)
     except ConfigError:
         return
-    if any(is_of_deepspeed(hook) for hook in layers[0]._forward_pre_hooks.values()):
+    if is_hooked_by_deepspeed(layers[0]):
         return
     for layer in layers:
         replacements.set(layer, LEAF, True)

@@ -20,7 +20,14 @@ from torch.overrides import TorchFunctionMode
 
 from ..common.replacements import Replacements
 from ..compat.deepspeed import is_missing, shape_of
-from ..compat.modules import is_called
+from ..compat.modules import (
+    copy_without_tensors,
+    is_called,
+    own_buffers,
+    own_children,
+    own_parameters,
+    replaced_forward,
+)
 from .options import PatchReport
 
 Rule = TypeVar("Rule")
@@ -32,7 +39,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's own parameters and buffers; in place of those that ZeRO-3 has partitioned, their shapes."""
-    own = {**module._parameters, **module._buffers}
+    own = {**own_parameters(module), **own_buffers(module)}
     own = {name: tensor for name, tensor in own.items() if tensor is not None}
     for name, x in own.items():
         if is_missing(x):
@@ -59,8 +66,7 @@ def inputs_of(function: Callable) -> list[str] | None:
 
 def is_replaced(module: nn.Module, method: str = "forward") -> bool:
     """Whether an instance has another method than its class, accelerate's hooks around its forward aside."""
-    hooked = method == "forward" and "_hf_hook" in vars(module) and "_old_forward" in vars(module)
-    current = vars(module).get("_old_forward" if hooked else method)
+    current = replaced_forward(module) if method == "forward" else vars(module).get(method)
     return current is not None and getattr(current, "__func__", None) is not getattr(type(module), method)
 
 
@@ -134,21 +140,13 @@ def miniature(
 
     Children that are not given must have no tensors: they become miniatures themselves.
     """
-    copy = object.__new__(type(module))  # no constructor: it would draw full-size weights
-    ours = ("forward", "_old_forward", "_hf_hook", PROVED)
-    vars(copy).update({k: v for k, v in vars(module).items() if k not in ours})
-    vars(copy).update(vars(nn.Module()), training=training)
-    copy._parameters.update(dict.fromkeys(module._parameters))
-    copy._buffers.update(dict.fromkeys(module._buffers))
+    copy = copy_without_tensors(module, (PROVED,), training)
     for name, tensor in small.items():
-        if isinstance(tensor, nn.Parameter):
-            copy._parameters[name] = tensor
-        else:
-            copy._buffers[name] = tensor
-    for name, child in module._modules.items():
+        (own_parameters if isinstance(tensor, nn.Parameter) else own_buffers)(copy)[name] = tensor
+    for name, child in own_children(module).items():
         if child is not None and name not in children:
             child = miniature(child, {}, {}, training)
-        copy._modules[name] = children.get(name, child)
+        own_children(copy)[name] = children.get(name, child)
     return copy
 
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, Trainer
 from ..common.console import announce
 from ..common.replacements import Replacements
 from ..compat.deepspeed import is_partitioned
+from ..compat.models import CHUNKED_LOG_PROBS
 from ..errors import ConfigError, MaterializedLogitsWarning
 from ..kernels.linear_log_probs import linear_log_probs
 from ..losses.deferring_head import ScoredLogits, scored_logits
@@ -41,7 +42,6 @@ from .patcher import base_of, patch, patched_record
 # losses and engines stay TRL's.
 
 
-_NAME = "_ChunkedLogProbFunction"
 _PARAMETERS = (
     "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
     "outputs",
@@ -56,7 +56,7 @@ def replace_trl_log_probs(replacements: Replacements) -> None:
 
     A release of TRL whose head calls another function keeps it, with a warning that says so.
     """
-    stock = getattr(trl.trainer.utils, _NAME, None)
+    stock = getattr(trl.trainer.utils, CHUNKED_LOG_PROBS, None)
     if stock is None or tuple(inspect.signature(stock.forward).parameters)[1:] != _PARAMETERS:
         warnings.warn(
             f"The fused head of TRL {trl.__version__} calls another function than that of TRL 1.16, which "
@@ -64,7 +64,7 @@ def replace_trl_log_probs(replacements: Replacements) -> None:
             stacklevel=3,
         )
         return
-    replacements.set(trl.trainer.utils, _NAME, FusedLogProbs(stock))
+    replacements.set(trl.trainer.utils, CHUNKED_LOG_PROBS, FusedLogProbs(stock))
 
 
 class FusedLogProbs:

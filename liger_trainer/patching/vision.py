@@ -4,13 +4,10 @@ Such a tower lays the patches of all images end to end, and its attention gets w
 ends. transformers hands these ends to flash-attn where that is installed; for any other implementation its loop asks
 the device for the lengths at each layer and calls attention image by image, or window by window: 128 calls a layer for
 eight images of Qwen2.5-VL. Here the tower takes the way of flash-attn to a function of ours: PyTorch's FlashAttention-2
-(packing/documents.py) where that can serve, else the former implementation, once for each run of equal lengths.
+(packing/packed_attention.py) where that can serve, else the former implementation, once for each run of equal lengths.
 """
 
 import copy
-import dis
-import functools
-import inspect
 import itertools
 import types
 from collections.abc import Iterator
@@ -24,18 +21,30 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.utils.generic import is_flash_attention_requested
 
 from ..common.replacements import Replacements
+from ..compat.models import ATTENTION, attention_implementation
+from ..compat.recognitions import (
+    PATCHES,
+    PLACEHOLDER_MASK,
+    PLACEHOLDERS,
+    TOWERS,
+    check,
+    compares_with,
+    counts_placeholders,
+    hands_over_ends,
+    has_ends,
+    transposes_output,
+)
+from ..compat.torch_internals import version_of
 from . import structure
 from .options import PatchOptions, PatchReport
-from .packing import documents as flash
-from .packing.packed_attention import asks_for_implementation
+from .packing import packed_attention
+from .packing.packed_attention import NAMES as PACKED_NAMES
 
 # transformers' modules look for "flash" in the name, and then hand over the ends.
 NAMES = {"sdpa": "liger_flash_of_towers_sdpa", "eager": "liger_flash_of_towers_eager"}
 TOWER = "tower attention"
-_IMPLEMENTATION = "_attn_implementation_internal"
 
 
 def patch_tower_attention(
@@ -43,33 +52,32 @@ def patch_tower_attention(
 ) -> None:
     """Have towers compute the attention of all their images in one call, where they run sdpa or eager attention."""
     for module in _attention_modules(model) if options.towers else ():
-        name = NAMES.get(module.config._attn_implementation)
+        name = NAMES.get(attention_implementation(module.config))
         tower = [m for m in model.modules() if getattr(m, "config", None) is module.config]
         if name is not None and _may_be_replaced(module, tower):
             # a copy: of a configuration with this name transformers would build no other model
             config = copy.copy(module.config)
-            setattr(config, _IMPLEMENTATION, name)
+            setattr(config, ATTENTION, name)
             for part in tower:
                 replacements.set(part, "config", config)
-        if module.config._attn_implementation in NAMES.values():
+        if attention_implementation(module.config) in NAMES.values():
             report.swap(TOWER)
 
 
 def _may_be_replaced(module: Any, tower: list[nn.Module]) -> bool:
     """Whether nothing in a tower but its attention depends on the name of the implementation."""
-    known = module.config._attn_implementation == "sdpa" or flash.eager_of(module) is not None
-    return known and not any(map(asks_for_implementation, {type(part) for part in tower}))
+    known = attention_implementation(module.config) == "sdpa" or packed_attention.eager_of(module) is not None
+    return known and not any(compares_with(kind, PACKED_NAMES) for kind in {type(part) for part in tower})
 
 
 def _attention_modules(model: nn.Module) -> Iterator[Any]:
     """Yield the modules that would hand the ends of their sequences to flash-attn."""
     for module in model.modules():
-        forward = inspect.unwrap(type(module).forward)
-        code = getattr(forward, "__code__", None)
-        if code is not None and "cu_seqlens" in code.co_varnames and getattr(module, "config", None) is not None:
-            asks = forward.__globals__.get("is_flash_attention_requested")
-            if asks is is_flash_attention_requested and "is_flash_attention_requested" in code.co_names:
+        if has_ends(type(module)) and getattr(module, "config", None) is not None:
+            if hands_over_ends(type(module)):
                 yield module
+            else:
+                check(TOWERS)
 
 
 @dataclass(frozen=True)
@@ -88,13 +96,14 @@ class TowerAttention:
             attention_mask: None, unless the module attends without ends.
             how: is_causal, dropout, scaling, and `cu_seq_lens_q`, (images + 1), from 0 to the length.
         """
-        former, ends = flash.former_attention(self.former, module), how.get("cu_seq_lens_q")
+        former, ends = packed_attention.former_attention(self.former, module), how.get("cu_seq_lens_q")
         if ends is None or attention_mask is not None:
             return former(module, query, key, value, attention_mask, **how)
-        documents, causal = flash.documents_of(ends, how), how.get("is_causal", getattr(module, "is_causal", False))
-        if flash.serves(former, query, key, value, how):
-            return flash.attend(query, key, value, documents, how, causal=causal), None
-        how = {**flash.for_one_document(how), "is_causal": causal}
+        documents = packed_attention.documents_of(ends, how)
+        causal = how.get("is_causal", getattr(module, "is_causal", False))
+        if packed_attention.serves(former, query, key, value, how):
+            return packed_attention.attend(query, key, value, documents, how, causal=causal), None
+        how = {**packed_attention.for_one_document(how), "is_causal": causal}
         runs = [(length, len(list(run))) for length, run in itertools.groupby(documents.lengths) if length]
         sizes = [length * count for length, count in runs]
         parts = zip(runs, *(x.split(sizes, 2) for x in (query, key, value)), strict=True)
@@ -119,7 +128,6 @@ for _former, _name in NAMES.items():
 
 
 _PATCHES = "patch embedding"
-_TRANSPOSES = frozenset(("transpose", "permute", "mT"))
 
 
 def patch_patch_embedding(
@@ -136,10 +144,11 @@ def patch_patch_embedding(
 
 def _convolutions(module: nn.Module) -> list[nn.Module]:
     """Return a module's convolutions over patches, if it transposes their output and reads no layout by `view`."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if code is None or _TRANSPOSES.isdisjoint(code.co_names) or "view" in code.co_names:
+    convolutions = [child for child in module.children() if _cuts_patches(child)]
+    if convolutions and not transposes_output(type(module)):
+        check(PATCHES)
         return []
-    return [child for child in module.children() if _cuts_patches(child)]
+    return convolutions
 
 
 def _cuts_patches(conv: Any) -> bool:
@@ -174,7 +183,6 @@ def embed_patches(conv: Any, x: Tensor) -> Tensor:
 
 
 _PLACEHOLDERS = "placeholders"
-_METHOD = "get_placeholder_mask"
 _COPIES: Any = WeakIdKeyDictionary()
 _IDS: ContextVar[tuple[Any, Any]] = ContextVar("ids", default=(None, None))  # and the same on the host, in a forward
 
@@ -184,36 +192,13 @@ def patch_placeholders(
 ) -> None:
     """Have models count their placeholders on the host, where they wait for the device to do it."""
     for module in model.modules() if options.towers else ():
-        if module not in replacements and _counts(type(module)) and structure.why_not_replaced(module) is None:
+        if not counts_placeholders(type(module)):
+            if hasattr(module, PLACEHOLDER_MASK):
+                check(PLACEHOLDERS)
+        elif module not in replacements and structure.why_not_replaced(module) is None:
             replacements.forward(module, counting_forward)
-            replacements.set(module, _METHOD, types.MethodType(_placeholder_mask, module))
+            replacements.set(module, PLACEHOLDER_MASK, types.MethodType(_placeholder_mask, module))
             report.swap(_PLACEHOLDERS)
-
-
-@functools.cache
-def _counts(kind: type) -> bool:
-    """Whether a class has the method, compares features in it, and reads no more of the embeddings than their shape.
-
-    Gemma 4's compares none: it is called before there are features or embeddings.
-    """
-    method = inspect.unwrap(getattr(kind, _METHOD, None) or nn.Module.forward)
-    named = set(inspect.signature(method).parameters)
-    compares = any(name.endswith("features") for name in named)
-    if not compares or not {"input_ids", "inputs_embeds"} <= named or not _takes_images(kind):
-        return False
-    steps = list(dis.get_instructions(method))
-    for i, step in enumerate(steps):
-        loads = [s for s in steps[max(0, i - 2) : i] if s.opname.startswith("LOAD_FAST")]
-        names = [n for s in loads for n in (s.argval if isinstance(s.argval, tuple) else (s.argval,))]
-        takes = "SUBSCR" in step.opname or step.argrepr == "[]"  # from Python 3.14 on the latter
-        if takes and names[-2:-1] == ["inputs_embeds"]:
-            return False
-    return True
-
-
-def _takes_images(kind: type) -> bool:
-    names = list(inspect.signature(kind.forward).parameters)
-    return names[1:2] == ["input_ids"] and "pixel_values" in names
 
 
 def counting_forward(module: Any, *inputs: Any, **named: Any) -> Any:
@@ -235,9 +220,9 @@ def _on_host(ids: Tensor) -> Tensor:
     if ids.is_inference():
         return ids.cpu()
     version, copy = _COPIES.get(ids, (None, ids))
-    if version != ids._version:
+    if version != version_of(ids):
         copy = ids.cpu()
-        _COPIES[ids] = ids._version, copy
+        _COPIES[ids] = version_of(ids), copy
     return copy
 
 
@@ -247,7 +232,7 @@ def _is_far(ids: Tensor) -> bool:
 
 def _placeholder_mask(module: Any, input_ids: Any, inputs_embeds: Tensor, *features: Any, **named: Any) -> Any:
     ids, on_host = (None, None) if torch.compiler.is_compiling() else _IDS.get()
-    method = getattr(type(module), _METHOD)
+    method = getattr(type(module), PLACEHOLDER_MASK)
     if on_host is None or ids is not input_ids:
         return method(module, input_ids, inputs_embeds, *features, **named)
     stand_in = inputs_embeds.new_empty((), device="cpu").expand(inputs_embeds.shape)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
+from ..compat.models import new_model
 from ..errors import ConfigError
 from ..losses.model_parts import decoder_layers
 
@@ -46,7 +47,7 @@ def drop_layers(
     kept = kept_indices(len(layers), keep_every_nth, keep)
     try:
         with torch.device("meta"):  # shapes only: every tensor comes from the teacher
-            student = type(model)._from_config(thinned_config(model.config, kept), dtype=model.dtype)
+            student = new_model(type(model), thinned_config(model.config, kept), dtype=model.dtype)
         _copy_tensors(model, student, path, kept)
         _check_layers(layers, student.get_submodule(path), kept)
     except (ValueError, TypeError, LookupError, RuntimeError) as error:

@@ -19,6 +19,7 @@ from trl import get_peft_config
 
 from ..common.files import METRICS, REPORT, write_atomically, writing_to
 from ..common.weights import merged
+from ..compat.trainers import model_card_tags
 from ..config.yaml_reader import setting
 from ..errors import LigerTrainerError, NonFiniteError, StorageError
 from ..secrets import redact, redacted
@@ -224,7 +225,7 @@ def _write_card(trainer: Trainer, config: "RunConfig", output_dir: Path, results
     model = Published(
         adapter=isinstance(trainer.model, PeftModel),
         chat=bool(getattr(trainer.processing_class, "chat_template", None)),
-        tags=list(getattr(trainer, "_tag_names", [])),
+        tags=model_card_tags(trainer),
         hub_model_id=trainer.hub_model_id if config["push_to_hub"] else None,
     )
 

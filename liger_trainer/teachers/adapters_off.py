@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 
 from ..compat.deepspeed import is_partitioned
+from ..compat.models import adapter_switches, switch_adapters
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.spec import Logits
@@ -71,16 +72,16 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     """
     # Flags are read before any is set, so that what another context has switched off stays so afterwards.
     modes = [(module, module.training) for module in model.modules()]
-    switches: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
-    before = [module._disable_adapters for module in switches]
+    switches: list[Any] = adapter_switches(model)
+    before = [module.disable_adapters for module in switches]
     try:
         for module in switches:
-            module._disable_adapters = True
+            switch_adapters(module, off=True)
         model.eval()
         yield
     finally:
         for module, disabled in zip(switches, before, strict=True):
-            module._disable_adapters = disabled
+            switch_adapters(module, off=disabled)
         for module, training in modes:
             module.training = training
 

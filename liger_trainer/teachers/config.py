@@ -283,7 +283,9 @@ class TeacherConfig:
         # Keep the student off the teacher's GPU: transformers would spread one process over all GPUs it sees.
         devices = [self.teacher_device, *(entry.args.teacher_device for entry in entries)]
         if any(str(device).startswith("cuda") for device in devices) and getattr(self, "n_gpu", 1) > 1:
-            self._n_gpu = 1
+            from ..compat.models import use_one_gpu  # torch, which a check of a configuration does without
+
+            use_one_gpu(self)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..common.weights import ADAPTER, adapter_at
+from ..compat.models import name_or_path
 from ..errors import ConfigError
 from ..patching.patcher import base_of
 
@@ -214,7 +215,7 @@ def describe_model(model: Any) -> dict[str, Any]:
     base = base_of(model)
     adapters = getattr(model, "peft_config", {})
     return {
-        LABEL: base.config._name_or_path or None,
+        LABEL: name_or_path(base.config) or None,
         "class": type(base).__name__,
         "config": _settings(base.config.to_dict()),
         "adapters": ", ".join(sorted(adapters)) or "none",

@@ -17,6 +17,7 @@ from trl.trainer.utils import create_model_from_path
 
 from ..common.console import announce
 from ..common.weights import load_merged
+from ..compat.models import unsplit_layers
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.model_parts import Head, device_of, embedding_rows, output_module, placeholder_ids, reads_images
@@ -97,8 +98,8 @@ def shard(teacher: PreTrainedModel, accelerator: Any, like: nn.Module | None = N
         "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
     }
     if like is not None and getattr(output_module(like), KEEPS_ROWS, False):
-        load("vocab_parallel").shard_like(like, base_of(teacher), **how)
-    layers = set(getattr(teacher, "_no_split_modules", None) or ())
+        load("vocab_parallel").shard_teacher_head(like, base_of(teacher), **how)
+    layers = unsplit_layers(teacher)
     for module in list(teacher.modules()):
         if type(module).__name__ in layers:
             fully_shard(module, **how)
@@ -273,7 +274,7 @@ class ModelTeacher(Teacher):
         check_apart(trainer.student, teacher)
         self._check_images(trainer.student, teacher)
         self._fingerprints = describe_frozen_model(teacher)  # before its weights are sharded or streamed
-        # Each rank will keep its share of its own copy, so the copies must be the same.
+        # Each rank will keep its share of the copy that it has, so the copies must be the same.
         if (fsdp or deepspeed) and not keeps_device(self._args):
             check_alike(self._fingerprints, self._name)
         if self._args.teacher_offload:

@@ -1,8 +1,10 @@
 """Report what `patch` would swap in a model and what it would not, from its configuration, without weights."""
 
 import difflib
+import functools
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +23,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
 )
 
+from ..compat import all_missed
+from ..compat.models import GATE, new_model
+from ..compat.recognitions import check_all
 from ..errors import ConfigError
+from ..kernels.runtime import SLOW_LAUNCHES, unknown_launcher
 from ..patching.patcher import NothingToPatch, Patched, PatchOptions, PatchReport
 from ..patching.vision import counting_forward, embed_patches
 from ..trainers.images import vision_tower
@@ -121,7 +127,7 @@ def diagnose(config: Any, options: PatchOptions | None = None) -> PatchReport:
     name = class_of(config)
     if name is None or name == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
         return _diagnosis_of(config, AutoModelForCausalLM.from_config, options)
-    return _diagnosis_of(config, getattr(transformers, name)._from_config, options)
+    return _diagnosis_of(config, functools.partial(new_model, getattr(transformers, name)), options)
 
 
 def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) -> PatchReport:
@@ -149,7 +155,7 @@ def _report_of(model: Any, options: PatchOptions) -> PatchReport:
         with Patched(model, options) as patched:
             # An attention is one where its rotation is swapped. Linear layers show in the layer around them.
             layers = (x for x in model.modules() if x is not model and not hasattr(x, "in_features"))
-            swapped = (x for x in layers if _computes(x, "forward") or _computes(x, "_apply_gate"))
+            swapped = (x for x in layers if _computes(x, "forward") or _computes(x, GATE))
             patched.report.classes = {type(layer).__name__ for layer in swapped}
             return patched.report
     except NothingToPatch as nothing:
@@ -197,7 +203,7 @@ def diagnose_all() -> list[Diagnosis]:
         found.append(_tried(family, name, partial(config_of, family), AutoModelForCausalLM.from_config))
     for name in other_classes():
         other: Any = getattr(transformers, name)
-        found.append(_tried(other.config_class.model_type, name, other.config_class, other._from_config))
+        found.append(_tried(other.config_class.model_type, name, other.config_class, partial(new_model, other)))
     return found
 
 
@@ -206,6 +212,25 @@ def _tried(family: str, class_name: str, config: Callable[[], Any], build: Any) 
         return Diagnosis(family, class_name, _diagnosis_of(config(), build))
     except Exception as error:  # a configuration checks itself too
         return Diagnosis(family, class_name, problem=str(error) if isinstance(error, ConfigError) else _words(error))
+
+
+def not_recognised() -> dict[str, str]:
+    """Try all that is recognised in other libraries on those that are installed.
+
+    Returns:
+        what is not, each with what follows of it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the caller tells
+        check_all()
+    launcher = unknown_launcher()
+    return {**all_missed(), **({launcher: SLOW_LAUNCHES} if launcher else {})}
+
+
+def markdown_of_missed(missed: dict[str, str]) -> str:
+    """Write what `not_recognised` returns; empty if that is nothing."""
+    rows = [f"| {_cell(what)} | {_cell(consequence)} |" for what, consequence in missed.items()]
+    return "\n".join(["", "| not recognised | what follows |", "|---|---|", *rows, ""]) if rows else ""
 
 
 def cells(report: PatchReport) -> dict[str, str]:

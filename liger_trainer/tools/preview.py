@@ -57,7 +57,7 @@ class _Followed(Preparation):
         self.uncut: dict[str, dict[int, tuple[int, int]]] = {}
         super().__init__(*args, **kwargs)
 
-    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+    def prepare_rows(self, prepare, dataset, processing_class, args, packing, formatting_func, dataset_name):
         dataset = dataset.add_column(ROW, list(range(len(dataset))))
         if formatting_func is None and has_only_prompts(dataset):  # completions are sampled in training
             prompts, facts = prepare_prompts(dataset, processing_class, args, self.chat_template, dataset_name, ROW)
@@ -65,7 +65,7 @@ class _Followed(Preparation):
             lengths = map(len, prompts["input_ids"])
             self.uncut[dataset_name] = {row: (length, 0) for row, length in zip(prompts[ROW], lengths, strict=True)}
             return prompts
-        return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        return super().prepare_rows(prepare, dataset, processing_class, args, packing, formatting_func, dataset_name)
 
     def read_rows(self, tokenized: Dataset, kept: Dataset, dataset_name: str, part: slice) -> None:
         tokens, supervised, _ = count_each(tokenized, None)

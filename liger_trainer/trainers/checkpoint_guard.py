@@ -46,6 +46,8 @@ from ..common.console import on_first_rank
 from ..common.files import CONFIG, STATE, folder_lock, write_atomically
 from ..common.replacements import replaced
 from ..common.weights import load_whole
+from ..compat.models import name_or_path
+from ..compat.trainers import columns_of_model, output_dir_of, push_checkpoint, tokenizer_of
 from ..errors import ConfigError
 from ..patching.patcher import base_of
 from ..secrets import names_a_secret, redacted, remember_settings
@@ -82,7 +84,7 @@ class CheckpointGuard:
     @contextmanager
     def folder_locked(self, trial: Any) -> Iterator[None]:
         """Hold the output directory's lock, which the first process takes for all."""
-        folder = Path(self._trainer._get_output_dir(trial))
+        folder = Path(output_dir_of(self._trainer, trial))
         with ExitStack() as stack:
 
             def begin() -> None:
@@ -218,7 +220,7 @@ class CheckpointGuard:
         """Within the context Trainer writes a checkpoint, which gets its name, and what else belongs to it, behind."""
         trainer = self._trainer
         name = f"checkpoint-{trainer.state.global_step}"
-        run_dir = Path(trainer._get_output_dir(trial))
+        run_dir = Path(output_dir_of(trainer, trial))
         staged, target = run_dir / STAGING / name, run_dir / name
         if trainer.is_world_process_zero():
             trainer.state.stateful_callbacks.setdefault(TRAINER_STATE, {})[WITH_MANIFEST] = trainer.state.global_step
@@ -240,7 +242,7 @@ class CheckpointGuard:
         finally:
             self.is_staging = False
         if trainer.args.push_to_hub:
-            trainer._push_from_checkpoint(str(target))
+            push_checkpoint(trainer, str(target))
 
     def folder(self, run_dir: str) -> str:
         """Return the folder that checkpoints of a run are written to now."""
@@ -313,7 +315,7 @@ def student_fingerprints(model: Any) -> dict[str, Any]:
     weights = [(name, weight) for name, weight in base.named_parameters() if id(weight) not in embeddings]
     frozen = [(name.replace(".base_layer", ""), weight) for name, weight in weights if not weight.requires_grad]
     prints = {**describe_model(model), "frozen weights": sampled_fingerprint(frozen)}
-    if isinstance(model, PeftModel) or not base.config._name_or_path:
+    if isinstance(model, PeftModel) or not name_or_path(base.config):
         return prints
     if base not in _AT_FIRST:
         _AT_FIRST[base] = sampled_fingerprint((name, weight) for name, weight in weights if weight.requires_grad)
@@ -360,7 +362,7 @@ class ResumeCheck:
             named = trainer.row_preparation.named_datasets()
             self._known = {
                 **{f"{name} dataset": self._of_rows(rows) for name, rows in named.items()},
-                "tokenizer": describe_tokenizer(trainer._tokenizer, trainer.processing_class),
+                "tokenizer": describe_tokenizer(tokenizer_of(trainer), trainer.processing_class),
                 "model": self._student,
                 **trainer.teacher_fingerprints(),
             }
@@ -372,8 +374,8 @@ class ResumeCheck:
             return {"rows": len(rows)} if hasattr(rows, "__len__") else {}
         columns = [column.name for column in rows.data.schema if "binary" not in str(column.type)]
         if self._trainer.args.remove_unused_columns:
-            self._trainer._set_signature_columns_if_needed()
-            columns = [name for name in columns if name in (self._trainer._signature_columns or ())]
+            read = columns_of_model(self._trainer)
+            columns = [name for name in columns if name in read]
         # Made of the prompts, which are compared. It comes and goes with lmbda, which may change.
         columns = [name for name in columns if name != GENERATION_PROMPT]
         fingerprint = rows_fingerprint(rows.select_columns(columns))
@@ -392,7 +394,7 @@ class ResumeCheck:
             )
             return []
         # Where the model was loaded from this checkpoint, only it knows the weights before training.
-        name, before = base_of(self._trainer.model).config._name_or_path, there.get("model", {}).get(BEFORE)
+        name, before = name_or_path(base_of(self._trainer.model).config), there.get("model", {}).get(BEFORE)
         if before is not None and name and Path(name).resolve() == checkpoint.resolve():
             self._student = {**self._student, BEFORE: before}
         return list(_compared(there, self._now()))

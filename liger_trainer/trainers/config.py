@@ -9,6 +9,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig
 
 from ..common.options import OptionValues, check_options, option
+from ..compat.trainers import takes_json
 from ..errors import ConfigError
 from ..losses.plan import LossConfig, LossPlan, plan_of, without_effect
 from ..losses.spec import Distillation, distillation_of
@@ -59,6 +60,7 @@ class LigerConfig(RowsConfig, ImagesConfig, StepConfig, QatConfig, NonFiniteConf
         check_options(self, RowsConfig, ImagesConfig, StepConfig, QatConfig, NonFiniteConfig)
 
 
+@takes_json("teacher_model_init_kwargs", "generation_kwargs", "schedules", "taid")
 @dataclass
 class LigerDistillConfig(
     RowsConfig, ImagesConfig, TeacherConfig, LossConfig, SamplingConfig, StepConfig, QatConfig, NonFiniteConfig,
@@ -84,10 +86,6 @@ class LigerDistillConfig(
     Raises:
         ValueError: a value out of range, or options that do not go together.
     """
-
-    _VALID_DICT_FIELDS = [
-        *SFTConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs", "generation_kwargs", "schedules", "taid",
-    ]  # fmt: skip
 
     allow_missing_weights: bool = option(False, ALLOW_MISSING_WEIGHTS)
     disable_dropout: bool = option(False, "Switch the student's dropout off.")

@@ -94,7 +94,9 @@ class LigerDistillTrainer(LigerTrainer):
     _tag_names = ["trl", "liger-trainer", "distillation"]
     _name = "Distillation"
 
-    def __init__(self, model, teacher_model: GivenTeacher = None, args=None, teacher_processor: Any = None, **kwargs):
+    def __init__(
+        self, model, teacher_model: GivenTeacher = None, args: Any = None, teacher_processor: Any = None, **kwargs
+    ):  # fmt: skip
         # Before LigerTrainer's: its __init__ prepares the rows, which the teacher sees, and puts our loss on the model.
         of_trl = not isinstance(args, LigerDistillConfig)
         if of_trl:

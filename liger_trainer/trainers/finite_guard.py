@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from ..common.checkpoints import TRAINER_STATE
+from ..compat.torch_internals import skips_step_on_device
 from ..errors import ConfigError
 from ..kernels.types import HostCopy
 from .finite_report import KEPT, Batch, FiniteReport, abs_max, moments, subject_and_verb, warn
@@ -245,7 +246,7 @@ def drops_on_device(optimizer: Any) -> bool:
     inner = innermost(optimizer)
     # a checkpoint brings its groups, fused or not, whatever the optimizer was made as
     fused = all(group.get("fused") for group in getattr(inner, "param_groups", [{}]))
-    return fused and getattr(inner, "_step_supports_amp_scaling", False)
+    return fused and skips_step_on_device(inner)
 
 
 def _steps_itself(accelerator: Any) -> bool:

@@ -23,6 +23,7 @@ from torch.nn.utils import get_total_norm
 from ..common.checkpoints import checkpoints_in, set_aside, step_of
 from ..common.console import is_main_process
 from ..common.files import CONFIG, STATE
+from ..compat import deepspeed
 from ..compat.deepspeed import share_of
 from ..errors import NonFiniteError
 from .rows import values_of
@@ -191,7 +192,7 @@ def norm_of_gradients(model: Any, optimizer: Any, device: torch.device) -> Tenso
     DeepSpeed has taken the gradients by then, and its optimizer has left their norm.
     """
     if isinstance(optimizer, DeepSpeedOptimizerWrapper):
-        return getattr(optimizer.optimizer, "_global_grad_norm", None)
+        return deepspeed.norm_of_gradients(optimizer.optimizer)
     return abs_max((p.grad for p in model.parameters() if p.grad is not None), device)
 
 

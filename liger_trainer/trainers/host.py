@@ -6,8 +6,6 @@ attributes of its Trainer more loosely than they are once it is constructed; the
 
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from ..losses.fused_forward import FusedLoss
 from ..losses.spec import Distillation, LossOptions
 from ..patching.packing.packed_rows import PackedRows
@@ -57,21 +55,6 @@ class TrainerHost(RowsHost, Protocol):
     def get_sp_size(self) -> int: ...
     def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]: ...
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    # private names of theirs (compat's table says what for)
-    _metrics: Any
-    _total_train_tokens: Any
-    _tr_loss: Tensor
-    _total_loss_scalar: float
-    _globalstep_last_logged: int
-    _signature_columns: Any
-    _tokenizer: Any
-
-    def _get_output_dir(self, trial: Any) -> str: ...
-    def _save_checkpoint(self, model: Any, trial: Any) -> None: ...
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None: ...
-    def _remove_unused_columns(self, dataset: Any, description: Any = None) -> Any: ...
-    def _set_signature_columns_if_needed(self) -> None: ...
 
     # ours
     patched: Patched

@@ -24,6 +24,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
 from ..common.replacements import replaced
+from ..compat.trainers import drops_last_rows, without_unused_columns
 from .host import TrainerHost
 from .metrics import TokenMetrics
 
@@ -214,7 +215,7 @@ def real_tokens(mask: Tensor) -> Tensor:
     """
     state = GradientState()
     loader: Any = state.active_dataloader
-    if PartialState().num_processes == 1 or not state.end_of_dataloader or loader._drop_last:
+    if PartialState().num_processes == 1 or not state.end_of_dataloader or drops_last_rows(loader):
         return mask
     shard = getattr(loader, "batch_sampler", None)
     # A row for each of the loader's means that rows are padded. With another number they lie end to end in one row, and
@@ -272,7 +273,7 @@ class EvaluationRows:
             loader = make(PaddedStream(dataset, multiple), description, batch_size, None, **how)
         else:
             if isinstance(dataset, HubDataset):
-                dataset = self._trainer._remove_unused_columns(dataset, description=description)
+                dataset = without_unused_columns(self._trainer, dataset, description)
             sampler = (sampler_fn and sampler_fn(dataset)) or SequentialSampler(dataset)
             rows = PaddedRows(dataset, multiple)
             loader = make(rows, description, batch_size, lambda _: PaddedSampler(sampler, rows), **how)

@@ -11,6 +11,15 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import IntervalStrategy
 
 from ..common.checkpoints import TRAINER_STATE
+from ..compat.trainers import (
+    logged_losses,
+    restart_running_loss,
+    running_loss,
+    set_logged_losses,
+    set_tokens_seen,
+    trl_metrics,
+    unlogged_steps,
+)
 from ..losses.spec import TokenLossOutput
 from .host import TrainerHost
 
@@ -134,23 +143,18 @@ def widen_notebook_table(trainer: TrainerHost) -> None:
     callbacks = trainer.callback_handler.callbacks
     for place, callback in enumerate(callbacks):
         if type(callback).__name__ == "NotebookProgressCallback":
-            callbacks[place] = _with_more_columns(type(callback))()
+            usual: Any = type(callback)
 
+            class NotebookTable(usual):
+                def on_log(self, args, state, control, logs=None, **kwargs):
+                    if args.eval_strategy != IntervalStrategy.NO or not logs or "loss" not in logs:
+                        return
+                    terms = {name: name.removeprefix(TERM) for name in logs if name.startswith(TERM)}
+                    values = {"Step": state.global_step, "Training Loss": logs["loss"]}
+                    shown = {**terms, **COLUMNS}.items()
+                    self.training_tracker.write_line(values | {to: logs[name] for name, to in shown if name in logs})
 
-def _with_more_columns(usual: type[Any]) -> type[Any]:
-    """Return a subclass of transformers' callback, whose module needs IPython and is imported only in notebooks."""
-
-    class NotebookTable(usual):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            if args.eval_strategy != IntervalStrategy.NO or not logs or "loss" not in logs:
-                return
-            terms = {name: name.removeprefix(TERM) for name in logs if name.startswith(TERM)}
-            shown = {**terms, **COLUMNS}
-            values = {"Step": state.global_step, "Training Loss": logs["loss"]}
-            values |= {title: logs[name] for name, title in shown.items() if name in logs}
-            self.training_tracker.write_line(values)
-
-    return NotebookTable
+            callbacks[place] = NotebookTable()
 
 
 class StepMetrics:
@@ -166,7 +170,7 @@ class StepMetrics:
 
     def means(self, mode: str, prefix: str) -> dict[str, float]:
         """Return the averages since the last log, and take over TRL's, which it would log without the prefix."""
-        means, of_trl = self._over_tokens[mode].flush(), self._trainer._metrics[mode]
+        means, of_trl = self._over_tokens[mode].flush(), trl_metrics(self._trainer, mode)
         if mode == "eval":
             means.update(self._trainer.evaluation_rows.returned_loss())
         for name, values in of_trl.items():
@@ -177,12 +181,12 @@ class StepMetrics:
     def drop(self, mode: str) -> None:
         """Drop metrics accumulated since the last log, by a training or an evaluation that was broken off."""
         self._over_tokens[mode] = TokenMetrics()
-        self._trainer._metrics[mode].clear()
+        trl_metrics(self._trainer, mode).clear()
 
     def restart(self, tokens: int) -> None:
         """Start a training's metrics from the start, after `tokens` tokens of an earlier process."""
         self.drop("train")
-        self._trainer._total_train_tokens = tokens
+        set_tokens_seen(self._trainer, tokens)
         self._first_step = self._last_step = self._trainer.state.global_step
         self._finite_sum, self._finite_steps = 0.0, 0  # of the losses in logs that are finite
 
@@ -202,17 +206,16 @@ class StepMetrics:
             self._finite_steps += steps
         if self._finite_steps < step - self._first_step:
             mean = self._finite_sum / self._finite_steps if self._finite_steps else math.nan
-            trainer._total_loss_scalar = mean * (step - self._first_step)
+            set_logged_losses(trainer, mean * (step - self._first_step))
         if not math.isfinite(loss):  # Trainer would start the next sum from NaN - NaN
-            trainer._tr_loss.zero_()
+            restart_running_loss(trainer)
 
     def add_rest(self) -> None:
         """Add what was not logged at the end of a training, which Trainer is about to do."""
         trainer = self._trainer
-        steps = trainer.state.global_step - trainer._globalstep_last_logged
+        steps = unlogged_steps(trainer)
         if steps:
-            # _tr_loss holds the sum of the losses since the last log
-            rest = trainer._tr_loss.item()
-            trainer._tr_loss.zero_()
-            trainer._total_loss_scalar += rest
+            rest = running_loss(trainer)
+            restart_running_loss(trainer)
+            set_logged_losses(trainer, logged_losses(trainer) + rest)
             self.add_log(rest / steps)

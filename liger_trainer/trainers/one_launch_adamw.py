@@ -10,9 +10,17 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from transformers import TrainerCallback
 
+from ..compat.torch_internals import (
+    adamw_state,
+    add_to_all,
+    has_step_hooks,
+    multiply_all,
+    step_without_hooks,
+    subtract_from_all,
+)
+from ..compat.trainers import clips_gradients
 from ..kernels.adamw import adamw_
 from ..kernels.gradient_norm import gradient_norm
 from ..kernels.runtime import use_triton
@@ -20,7 +28,6 @@ from .finite_guard import innermost
 from .host import TrainerHost
 
 EPSILON = 1e-6  # torch's clip_grad_norm_ divides by norm + this
-CLIPPING = {"_clip_grad_norm", "_get_grad_norm"}  # methods of Trainer
 WHOLE = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)  # each rank has all weights
 
 
@@ -43,8 +50,8 @@ class OneLaunchAdamW(torch.optim.AdamW):
         if getattr(self, "grad_scale", None) is not None or any(_is_unusual(group) for group in self.param_groups):
             grads = [p.grad for p in _params(self) if p.grad is not None]
             if coefficient is not None and grads:  # none are left of a step that is left out
-                torch._foreach_mul_(grads, coefficient)
-            return _unhooked(torch.optim.AdamW.step)(self, closure)  # hooks run around this method already
+                multiply_all(grads, coefficient)
+            return step_without_hooks(torch.optim.AdamW)(self, closure)  # hooks run around this method already
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -54,23 +61,17 @@ class OneLaunchAdamW(torch.optim.AdamW):
         return loss
 
     def _update(self, group: dict[str, Any], coefficient: Tensor | None) -> None:
-        params, grads, means, squares, steps = [], [], [], [], []
-        self._init_group(group, params, grads, means, squares, [], steps)
+        params, grads, means, squares, steps = adamw_state(self, group)
         if not params:
             return
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        torch._foreach_add_(steps, 1)
+        add_to_all(steps, 1)
         adamw_(
             params, grads, means, squares, steps, lr=float(group["lr"]), betas=group["betas"], eps=group["eps"],
             weight_decay=group["weight_decay"], coefficient=coefficient, found_inf=found_inf,
         )  # fmt: skip
         if found_inf is not None:
-            torch._foreach_sub_(steps, [found_inf] * len(steps))  # one tensor for all would be read by the host
-
-
-def _unhooked(step: Any) -> Any:
-    """Return an optimizer's step as it was before torch has put the calls of hooks around it."""
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+            subtract_from_all(steps, found_inf)
 
 
 def _is_unusual(group: dict[str, Any]) -> bool:
@@ -144,15 +145,11 @@ def _is_watched(trainer: TrainerHost, optimizer: OneLaunchAdamW) -> bool:
         if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
         or kind.on_optimizer_step is not TrainerCallback.on_optimizer_step
     ]
-    clipping = [kind for kind in type(trainer).__mro__ if not CLIPPING.isdisjoint(vars(kind))]
-    hooks = (
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
-        _global_optimizer_pre_hooks, _global_optimizer_post_hooks,
-    )  # fmt: skip
+    clipping = [kind for kind in type(trainer).__mro__ if clips_gradients(kind)]
     return (
         outer is not optimizer
         or "clip_grad_norm_" in vars(trainer.accelerator)
-        or any(hooks)
+        or has_step_hooks(optimizer)
         or any(not kind.__module__.startswith("liger_trainer.") for kind in looking)
         or any(not kind.__module__.startswith(("liger_trainer.", "transformers.")) for kind in clipping)
     )

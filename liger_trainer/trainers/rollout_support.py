@@ -9,17 +9,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
+from ..compat.deepspeed import is_partitioned
+from ..compat.models import attention_implementation
 from ..compat.modules import is_hooked
+from ..compat.recognitions import compares_with
 from ..errors import ConfigError
 from ..kernels.decode_attention import WIDEST
 from ..losses.model_parts import decoder_layers, reads_images
 from ..patching.layers.experts import looks_like_experts
-from ..patching.packing.packed_attention import NAMES, asks_for_implementation, attention_modules
+from ..patching.packing.packed_attention import NAMES, attention_modules
 from ..patching.patcher import base_of
 
 SERVED = {  # fields of GenerationConfig that are read here, or change nothing
     "do_sample", "use_cache", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "suppress_tokens",
-    "pad_token_id", "bos_token_id", "eos_token_id", "disable_compile", "transformers_version", "_from_model_config",
+    "pad_token_id", "bos_token_id", "eos_token_id", "disable_compile", "transformers_version", 
     "return_dict_in_generate", "num_return_sequences", "cache_implementation", "repetition_penalty", "num_beams",
 }  # fmt: skip
 
@@ -48,16 +51,16 @@ def why_not(model: Any, settings: GenerationConfig) -> str | None:
     if len(attention) != len(layers) or any(not hasattr(module, "layer_idx") for module in attention):
         return "not every layer calls its attention by transformers' interface"
     text = base.config.get_text_config()
-    if text._attn_implementation not in (*NAMES, *NAMES.values()):
-        return f"its attention is {text._attn_implementation}"
+    if attention_implementation(text) not in (*NAMES, *NAMES.values()):
+        return f"its attention is {attention_implementation(text)}"
     kinds = set(getattr(text, "layer_types", None) or ())
     if kinds - {"full_attention", "sliding_attention"}:
         return f"it has layers of the kinds {', '.join(sorted(kinds))}"
-    if any(asks_for_implementation(kind) for kind in {type(module) for module in base.modules()}):
+    if any(compares_with(kind, NAMES) for kind in {type(module) for module in base.modules()}):
         return "its attention computes something else for each implementation"
     if any(getattr(module, "rope_type", "") in ("dynamic", "longrope") for module in base.modules()):
         return "its rope depends on the longest row"
-    strange = {type(p).__name__ for p in base.parameters() if type(p) is not nn.Parameter or hasattr(p, "ds_id")}
+    strange = {type(p).__name__ for p in base.parameters() if type(p) is not nn.Parameter or is_partitioned(p)}
     if strange or any(isinstance(p, DTensor) for p in base.parameters()):
         return f"its weights are {', '.join(sorted(strange)) or 'sharded'}"
     if any(map(looks_like_experts, layers.modules())):

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, Cache, GenerationConfig
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..common.replacements import Replacements
+from ..compat.models import ATTENTION, attention_implementation
 from ..kernels.decode_attention import decode_attention, places_of
 from ..kernels.draw_tokens import draw_tokens
 from ..patching.graphs.layer_graphs import Recorder
@@ -173,7 +174,7 @@ class Rollouts:
         self._recorder = None if recorder is None else recorder(self._device)
         names = inspect.signature(inspect.unwrap(type(base).forward)).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"  # its name before transformers 5.24
-        self.former = next(f for f, name in NAMES.items() if base.config._attn_implementation in (f, name))
+        self.former = next(f for f, name in NAMES.items() if attention_implementation(base.config) in (f, name))
         text = base.config.get_text_config()
         self.kept = KeptKeys(text.num_hidden_layers, self._device)
         self._limit: int = settings.max_new_tokens  # pyright: ignore[reportAttributeAccessIssue]
@@ -402,7 +403,7 @@ def _attention_is(model: Any, name: str) -> Iterator[None]:
     """Within, the model calls the attention that is registered under this name."""
     replacements = Replacements()
     for config in attention_configs(model):
-        replacements.set(config, "_attn_implementation_internal", name)
+        replacements.set(config, ATTENTION, name)
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from ..common.replacements import replaced
 from ..common.signals import end_workers_with_this_process
+from ..compat.trainers import RowsTrainer
 from ..errors import ConfigError, DataError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
 from ..teachers.row_keys import DocumentCollator, check_known, documents, row_key, rows_with
@@ -269,7 +270,7 @@ class PreparedRows:
     largest_ids: dict[str, LargestIds]
 
 
-class Preparation(SFTTrainer):
+class Preparation(RowsTrainer):
     """The trainer's preparation of rows without its model. Rows do not depend on one, so a tiny one stands in."""
 
     def __init__(self, args: LigerDistillConfig, **kwargs: Any):
@@ -283,8 +284,8 @@ class Preparation(SFTTrainer):
         with self.row_preparation.accepted():
             super().__init__(*call.args, **call.kwargs)
 
-    def _prepare_dataset(self, *rows: Any) -> Any:
-        return self.row_preparation.prepare(super()._prepare_dataset, *rows)
+    def prepare_rows(self, prepare: Callable[..., Any], *rows: Any) -> Any:
+        return self.row_preparation.prepare(prepare, *rows)
 
     def read_rows(self, tokenized: Dataset, kept: Dataset, dataset_name: str, part: slice) -> None:
         """See `LigerTrainer.read_rows`. Nobody reads them here."""

@@ -13,6 +13,7 @@ from peft import PeftModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from ..compat.deepspeed import zero3_averages_over_all_ranks
 from ..errors import ConfigError
 from ..patching.packing.packed_attention import OF_SLICES
 from ..patching.packing.packed_rows import implementations_of, why_not_sliced
@@ -49,20 +50,13 @@ def _why_engine(trainer: TrainerHost) -> str | None:
 
 
 def _why_zero3(trainer: TrainerHost) -> str | None:
-    from deepspeed.runtime.zero.stage3 import (  # pyright: ignore[reportMissingImports]
-        DeepSpeedZeroOptimizer_Stage3,
-    )
-
     zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
     if not zero.get("reduce_scatter", True):
         return (
             "without reduce_scatter, ZeRO-3 averages large gradients over the ranks and adds small ones up. Leave "
             "reduce_scatter at true"
         )
-    # DeepSpeed 0.19.8 averages here over all ranks, which `ranks_summed` counts on. A release that divides by the size
-    # of sequence parallelism, or has moved it, would train with other gradients.
-    reduce = getattr(DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", None)
-    if reduce is None or "sequence_parallel_size" in inspect.unwrap(reduce).__code__.co_names:
+    if not zero3_averages_over_all_ranks():  # which `ranks_summed` counts on
         return "this DeepSpeed's ZeRO-3 sums gradients in a way that no test has seen. Use ZeRO-2, or DeepSpeed 0.19.8"
     return None
 

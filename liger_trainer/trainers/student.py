@@ -16,6 +16,9 @@ from trl.trainer.utils import create_model_from_path, disable_dropout_in_model
 
 from ..common.replacements import replaced
 from ..common.weights import adapter_at, load_whole
+from ..compat.models import note_as_loaded
+from ..compat.recognitions import TRL_CONSTRUCTOR, check
+from ..compat.trainers import is_prepared, unprepare
 from ..errors import ConfigError
 from ..losses.spec import LossOptions
 from ..patching.patcher import Patched, PatchOptions, patched_record
@@ -118,6 +121,7 @@ def patched_sft_module(args: Any) -> AbstractContextManager[None]:
             raise ConfigError(f"{adapter}.")
         return load_whole(create_model_from_path, name, **{"allow_missing_weights": allowed, **options})
 
+    check(TRL_CONSTRUCTOR)
     changes: dict[str, Any] = {"create_model_from_path": load}
     if hasattr(sft_trainer, "BaseTunerLayer"):  # only the check of lm_head reads it there, and finds no instance of it
         changes["BaseTunerLayer"] = type("NoLayer", (), {})
@@ -135,7 +139,7 @@ def check_savable(model: Any, processing_class: Any) -> None:
     if config is None:  # adapters are saved without one
         return
     align_special_tokens(model, processing_class)
-    config._original_object_hash = hash(config)
+    note_as_loaded(config)
     try:
         with TemporaryDirectory() as folder:
             config.save_pretrained(folder)
@@ -156,11 +160,9 @@ def undo_evaluation(trainer: TrainerHost) -> None:
         ConfigError: DeepSpeed has prepared it, which can't be undone.
     """
     model, sharded = trainer.model, trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    evaluated = getattr(model, "_is_accelerate_prepared", False) and trainer.model_wrapped is model
+    evaluated = is_prepared(model) and trainer.model_wrapped is model
     if evaluated and trainer.accelerator.num_processes > 1 and not sharded:
-        if "_original_forward" in vars(model):  # accelerate's unwrap_model would go on below the fused loss
-            model.forward = vars(model).pop("_original_forward")
-        del model._is_accelerate_prepared
+        unprepare(model)
     engine = getattr(trainer.accelerator, "deepspeed_engine_wrapped", None)  # of a training
     if trainer.is_deepspeed_enabled and engine is None and trainer.model_wrapped is not model:
         raise ConfigError(
@@ -187,9 +189,9 @@ def check_no_prefix(student: Any) -> None:
     for config in _adapters(student):
         if config.is_prompt_learning:
             raise ConfigError(
-                f"{config.peft_type.value}: what these adapters put in front of a packed row is the first document's "
-                "alone, and keeps the others from being told apart. Set `packing: false` and `padding_free: false`, or "
-                "train adapters of layers, such as LoRA's."
+                f"{config.peft_type.value}: what these adapters put in front of a packed row is only the first "
+                "document's, and keeps the others from being told apart. Set `packing: false` and `padding_free: "
+                "false`, or train adapters of layers, such as LoRA's."
             )
 
 

@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from benchmarks import attention_cases, loss_providers, op_cases, op_providers, passes, reference, run
+from benchmarks import loss_providers, op_cases, op_providers, passes, reference, run
 from benchmarks.loss_cases import CASES, SMOKE_CASES, Case
 from benchmarks.losses import LossStep, LossSuite
 from benchmarks.measure import Roofline, Spread, Stopwatch, interleave
@@ -66,7 +66,7 @@ def test_the_ops_pass_the_gate_and_every_op_of_ours_is_measured(smoke, tmp_path,
     data = smoke(suite="ops")
     assert data["gate"] == []
     assert {case["op"] for case in data["cases"]} == set(op_providers.OURS)
-    leaves = {op.name: op.leaves for op in (*op_cases.OPS, attention_cases.ATTENTION)}
+    leaves = {op.name: op.leaves for op in op_cases.OPS}
     for case in data["cases"]:
         results = {result["name"]: result for result in case["providers"]}
         assert {"ours", "eager"} <= results.keys()
@@ -335,14 +335,14 @@ def test_traffic_is_what_any_implementation_must_move():
 
 
 def test_attention_counts_the_pairs_within_documents():
-    rows = OpCase("rows", attention_cases.ATTENTION, 8, 24, torch.float32, heads=(4, 2), document=6)
-    assert attention_cases.lengths_of(rows) == [6] * 4
+    rows = OpCase("rows", op_cases.ATTENTION, 8, 24, torch.float32, heads=(4, 2), document=6)
+    assert op_cases.lengths_of(rows) == [6] * 4
     assert rows.flops("forward") == 4 * (4 * 21) * 4 * 8 and rows.flops("backward") == 2.5 * rows.flops("forward")
     mixed = replace(rows, tokens=3000, document=0)
-    lengths = attention_cases.lengths_of(mixed)
+    lengths = op_cases.lengths_of(mixed)
     assert sum(lengths) == 3000 and min(lengths) > 0 and 100 < 3000 / len(lengths) < 600
     want = mixed.make_operands(CPU).tensors
-    plain, reference = attention_cases.one_by_one(**want), document_attention_reference(**want)
+    plain, reference = op_cases.one_by_one(**want), document_attention_reference(**want)
     torch.testing.assert_close(plain, reference, rtol=1e-4, atol=1e-5)
 
 

@@ -13,7 +13,7 @@ from liger_trainer.cli.convert import ForeignTool
 from liger_trainer.config.run_config import check_text
 from liger_trainer.config.schema import shipped_schema
 from liger_trainer.errors import ConfigError
-from liger_trainer.extras.convert.__init__ import Converted, convert
+from liger_trainer.extras.convert import Converted, convert
 from liger_trainer.trainers.options import ELSEWHERE
 
 FILES = Path(__file__).parent / "foreign_configs"

@@ -260,7 +260,7 @@ def test_an_interrupted_build_leaves_nothing(tiny, tmp_path, monkeypatch, interr
 
 
 def test_processes_at_once_build_it_once(made, tmp_path):
-    logs = run_on(2, "../run/test_demo.py", repr(made.model), made.gguf, tmp_path)
+    logs = run_on(2, "../extras/test_demo.py", repr(made.model), made.gguf, tmp_path)
     assert all(log.endswith(f"{tmp_path / 'tiny'}\n") for log in logs)
     assert sum("Converting Tiny" in log for log in logs) == 1
     assert names(tmp_path) == ["tiny"]

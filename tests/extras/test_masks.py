@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.experimental.utils import DataCollatorForChatML
 
 from liger_trainer.config.run_config import load_run_config
-from liger_trainer.extras.convert.__init__ import Converted, convert
+from liger_trainer.extras.convert import Converted, convert
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import check_student, open_model
 from liger_trainer.trainers.row_preparation import Preparation

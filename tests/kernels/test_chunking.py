@@ -1,5 +1,6 @@
 """How much of a batch is in memory at a time, and which of its rows take part in a loss."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ from kernel_checks import PATHS, TRITON_DEVICE
 
 from liger_trainer.kernels import _linear_head
 from liger_trainer.kernels._autograd import NeededGradients
-from liger_trainer.kernels._linear_head import HostCopy, RowSelection, gather_rows, scatter_rows
+from liger_trainer.kernels._linear_head import HostCopy, RowSelection, addmm_into, gather_rows, project, scatter_rows
 from liger_trainer.kernels._linear_loss import (
     LAST_TILE,
     ROUNDINGS,
@@ -159,6 +160,32 @@ def test_a_copy_is_waited_for_on_its_own_device(monkeypatch):
     value.detach = lambda: value
     HostCopy(value)
     assert recorded == ["stream of cuda:1"]
+
+
+@pytest.mark.parametrize("dtypes", itertools.product([torch.float64, torch.float32, torch.bfloat16], repeat=2), ids=str)
+@pytest.mark.parametrize("beta, alpha", [(0, 1.0), (0, 0.25), (1, 0.25)])
+def test_addmm_into(dtypes, beta, alpha):
+    dtype, out_dtype = dtypes
+    a, b = torch.randn(5, 7, dtype=dtype), torch.randn(7, 3, dtype=dtype)
+    before = torch.randn(5, 3).to(out_dtype) if beta else torch.full((5, 3), float("nan"), dtype=out_dtype)
+    out = before.clone()
+    addmm_into(out, a, b, beta=beta, alpha=alpha)
+    expected = alpha * (a.double() @ b.double()) + (before.double() if beta else 0)
+    eps = torch.finfo(out_dtype).eps  # a wider out is as exact as products in its own dtype
+    if out_dtype != torch.promote_types(dtype, out_dtype):
+        eps = max(eps, torch.finfo(dtype).eps)
+    torch.testing.assert_close(out.double(), expected, rtol=4 * eps, atol=8 * eps)
+
+
+@pytest.mark.parametrize(
+    "dtype, out_dtype", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_project(dtype, out_dtype):
+    x, w = (torch.randn(n, 7, dtype=getattr(torch, dtype)) for n in (5, 11))
+    out = torch.empty(5, 16, dtype=getattr(torch, out_dtype))[:, :11]
+    project(x, w, out)
+    eps = torch.finfo(out.dtype).eps  # fp32 out of bf16 inputs is as exact as fp32
+    torch.testing.assert_close(out.double(), x.double() @ w.double().t(), rtol=4 * eps, atol=8 * eps)
 
 
 def test_path_of_a_tensor():

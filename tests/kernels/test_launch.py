@@ -185,7 +185,7 @@ def test_who_launches(monkeypatch, launcher, vendor):
     monkeypatch.setattr(launcher, "__module__", f"triton.backends.{vendor}.driver")
     driver = SimpleNamespace(launcher_cls=launcher, get_current_stream="streams")
     runtime = SimpleNamespace(driver=SimpleNamespace(active=driver))
-    monkeypatch.setattr(_triton, "triton", SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(_triton, "triton", SimpleNamespace(runtime=runtime, __version__="4.0"))
     for interpreted in (False, True):
         monkeypatch.setattr(_triton, "INTERPRETED", interpreted)
         known = launcher is not Unknown and vendor == "nvidia" and not interpreted

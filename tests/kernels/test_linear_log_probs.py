@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fused_losses import EVERY
-from kernel_checks import LEAVES, double, evaluate, random_inputs
+from kernel_checks import LEAVES, check, double, evaluate, random_inputs
 
 from liger_trainer.kernels import linear_log_probs as file
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
@@ -31,6 +31,12 @@ def test_a_frozen_head_takes_two_products_and_a_trained_one_four(fp32, products)
         products.clear()
         evaluate(ALONE.op, tensors, ALONE.upstream(9), (frozen,))
         assert products == expected
+
+
+@pytest.mark.parametrize("loss", [ALONE, WITH_ENTROPY], ids=["log_prob", "entropy"])
+def test_a_frozen_head_in_each_dtype(place, loss):
+    tensors = random_inputs(9, 12, 37, dtype=place.dtype, device=place.device, bias=True, ignored=0.3)
+    check(loss.op, loss.reference, tensors, loss.upstream(9), ("weight", "bias"), **loss.options)
 
 
 @frozen_parts

@@ -244,7 +244,7 @@ def test_layers_of_one_input_are_one_op(calls, targets, other_input, want):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_waits_for_another_layer_is_of_the_same_tensor(calls, mode):
+def test_what_waits_for_another_layer_is_of_the_same_tensor(mode):
     """Not of one that was changed in between, nor of another, and what nobody takes is dropped in the next pass."""
     model = adapted(tiny_model())
     patch(model, LORA_ONLY)

@@ -14,11 +14,17 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 
 from liger_trainer.common.replacements import Replacements
+from liger_trainer.compat.recognitions import mask_structure
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching.options import PatchReport
-from liger_trainer.patching.packing import documents as flash
-from liger_trainer.patching.packing.documents import DocumentMask, Documents, structure_of
-from liger_trainer.patching.packing.packed_attention import NAMES, attention_configs, pack_attention
+from liger_trainer.patching.packing import packed_attention as flash
+from liger_trainer.patching.packing.packed_attention import (
+    NAMES,
+    DocumentMask,
+    Documents,
+    attention_configs,
+    pack_attention,
+)
 from liger_trainer.patching.patcher import patch
 
 LENGTHS = (7, 1, 12, 3, 18)  # 12 and 18 are longer than the windows of 8
@@ -95,7 +101,7 @@ def test_rows_of_documents_are_the_documents(monkeypatch, family, rows, by):
     """Positions that start anew, without lengths. By flash: the operation of GPUs is called as it is defined (layout,
     lengths, window and scale); the operation itself runs on GPUs alone, and knows no sinks."""
     if by == "flash" and family != "gpt_oss":
-        monkeypatch.setattr(flash, "FLASH", flash_by_definition)
+        monkeypatch.setattr(flash, "FLASH_ATTENTION", flash_by_definition)
         monkeypatch.setattr(flash, "serves", lambda *_: True)
     model, untouched, _ = packing(family)
     each = documents((5, 11, 1, 14, 17, 14), VOCAB - 5, seed=7)
@@ -236,7 +242,7 @@ def test_masks_that_say_more_are_made_as_before():
         masking_utils.or_masks(masking_utils.causal_mask_function),
         masking_utils.and_masks(masking_utils.causal_mask_function, lambda *_: True),
     ):
-        assert structure_of(function) is None
+        assert mask_structure(function) is None
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager"])

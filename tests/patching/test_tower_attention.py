@@ -17,7 +17,7 @@ from liger_trainer import PatchOptions
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.patching import vision as tower_attention
 from liger_trainer.patching.options import PatchReport
-from liger_trainer.patching.packing import documents as flash
+from liger_trainer.patching.packing import packed_attention as flash
 from liger_trainer.patching.vision import TOWER, patch_tower_attention
 
 SIZES = {"hidden_size": 32, "depth": 4, "num_heads": 2, "intermediate_size": 48, "patch_size": 4, "in_channels": 3}
@@ -101,8 +101,8 @@ def test_the_operation_of_gpus_is_called_as_it_is_defined(monkeypatch, kind):
     """Layout, lengths and scale; the operation itself runs on GPUs alone."""
     model = tower(kind, dtype=torch.float64)
     want = step(model, patches(torch.float64))
-    monkeypatch.setattr(flash, "FLASH", flash_by_definition)
-    calls = calls_of(monkeypatch, flash, "FLASH")
+    monkeypatch.setattr(flash, "FLASH_ATTENTION", flash_by_definition)
+    calls = calls_of(monkeypatch, flash, "FLASH_ATTENTION")
     monkeypatch.setattr(flash, "serves", lambda *_: True)
     patched(model)
     features, gradients = step(model, patches(torch.float64))
@@ -121,7 +121,7 @@ def test_what_stays_as_it_is():
     _, report = patched(model)
     assert not report.swapped
     with pytest.MonkeyPatch.context() as patcher:  # a tower whose code compares the implementation's name
-        patcher.setattr(tower_attention, "asks_for_implementation", lambda kind: True)
+        patcher.setattr(tower_attention, "compares_with", lambda kind, names: True)
         assert not patched(tower(QWEN2))[1].swapped
 
 

@@ -19,6 +19,7 @@ from vision import VISION_FAMILIES, picture_chats, vision_model, vision_processo
 import liger_trainer
 from liger_trainer import PatchOptions, patch
 from liger_trainer.common.replacements import Replacements
+from liger_trainer.compat.recognitions import counts_placeholders
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching import vision as placeholders
 from liger_trainer.patching.graphs.cuda_graphs import GraphedLayers
@@ -144,7 +145,7 @@ def test_a_model_that_reads_its_embeddings_counts_its_placeholders_itself():
             mask = input_ids == 3
             return mask, inputs_embeds[mask].numel()
 
-    assert placeholders._counts(ReadsShape) and not placeholders._counts(ReadsElements)
+    assert counts_placeholders(ReadsShape) and not counts_placeholders(ReadsElements)
 
 
 def test_a_model_that_finds_placeholders_before_it_has_embeddings_does_so_itself(monkeypatch):

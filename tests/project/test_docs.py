@@ -30,7 +30,7 @@ from liger_trainer.cli.convert import ForeignTool
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.config.schema import built_in_configs
 from liger_trainer.config.yaml_reader import read_settings
-from liger_trainer.extras.convert.__init__ import convert
+from liger_trainer.extras.convert import convert
 from liger_trainer.run import launch as launching
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import open_model

@@ -18,7 +18,7 @@ import yaml
 from liger_trainer.config.run_config import check_text
 from liger_trainer.config.yaml_reader import parse_yaml
 from liger_trainer.errors import ConfigError
-from liger_trainer.extras.convert.__init__ import Tool, convert
+from liger_trainer.extras.convert import Tool, convert
 
 OTHERS = ("another", 7, 0.25, True, False, None, ["another"])
 COLUMNS = ("files", "convert and validate", "refused", "need a hand", "keys", "converted", "reported", "unsaid")

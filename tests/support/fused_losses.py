@@ -139,7 +139,7 @@ DIVERGENCES = {
     **{
         f"{kind}, all": {"kind": kind, "temperature": 2.0, "alpha": 0.3, "teacher_share": 0.4, "beta": 0.3,
                          "softcap": 7.0, "teacher_softcap": 9.0, "scale": 0.8, "teacher_scale": 1.2, **CE}
-        for kind in KINDS
+        for kind in ("jsd", "skew_kl", "skew_reverse_kl", "tvd")
     },
     "jsd 0.1": {"kind": "jsd", "beta": 0.1}, "jsd 0.9": {"kind": "jsd", "beta": 0.9}, "mix": {"kind": MIX, "beta": 0.3},
     "each": {"kind": EACH, "beta": 0.3}, "each at T 0.5": {"kind": EACH, "temperature": 0.5},
@@ -194,10 +194,13 @@ OF_TOKENS = {
     **{
         name: Loss(
             differentiable(linear_log_probs, entropy), differentiable(linear_log_probs_reference, entropy),
-            random_inputs, {"scale": 1.7, "softcap": 6.0, "temperature": 1.3, "mean_logits": True}, LOG_PROBS,
+            random_inputs, {"scale": 1.7, "softcap": 6.0, "temperature": 1.3, "mean_logits": True},
+            LOG_PROBS if entropy else {"": {}},
             values=1 + entropy,
         )
         for name, entropy in (("log_probs", False), ("entropy", True))
     },
 }  # fmt: skip
 EVERY = LOSSES | OF_TOKENS
+# Log-probabilities without entropies differ only where the head is frozen.
+DISTINCT = {name: loss for name, loss in EVERY.items() if name != "log_probs"}

@@ -39,32 +39,31 @@ QWEN_TOKENS = {
     "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
     "vision_end_token": "<|vision_end|>",
 }  # fmt: skip
-QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN = {
+    "tokens": QWEN_TOKENS, "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    "images": lambda: Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=256, max_pixels=4096),
+}  # fmt: skip
 
 # Of each family: the names of its special tokens, what stands for an image in a chat, its classes, and what the
 # configuration and the processor are made of, given the ids of the tokens.
 VISION_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
-        "tokens": QWEN_TOKENS,
-        "image": QWEN_IMAGE,
+        **QWEN,
         "classes": ("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessor"),
         "config": lambda ids: {
             **_qwen_ids(ids),
             "text_config": {**TEXT, "rope_parameters": MROPE},
             "vision_config": {**QWEN_VISION, "window_size": 32, "fullatt_block_indexes": [1]},
         },
-        "images": lambda: Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=256, max_pixels=4096),
     },
     "qwen3_vl": {
-        "tokens": QWEN_TOKENS,
-        "image": QWEN_IMAGE,
+        **QWEN,
         "classes": ("Qwen3VLForConditionalGeneration", "Qwen3VLProcessor"),
         "config": lambda ids: {
             **_qwen_ids(ids),
             "text_config": {**TEXT, "head_dim": 8, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
             "vision_config": {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
         },
-        "images": lambda: Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=256, max_pixels=4096),
     },
     "gemma3": {
         "tokens": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},

@@ -1,6 +1,5 @@
 """A capture writes down what the teacher says, once, and goes on where it was interrupted."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from caches import (
     teacher_model,
     trainer_of,
 )
-from commands import save_models, without_report, write_rows
+from commands import call, done, metrics, refused, save_models, without_report, write_rows
 from datasets import Dataset
 from filelock import FileLock
 from processes import run_on
@@ -306,14 +305,12 @@ def folder(tmp_path, monkeypatch):
 def test_capture_then_train_from_the_command_line(folder, capsys):
     Path("run.yaml").write_text(RUN)
     settings = ["cache_kind=sampled", "cache_entries=16"]
-    code, said = end_of(capsys, "run", "run.yaml", *settings)
-    assert code == 2 and "holds no teacher cache" in said
-    assert end_of(capsys, "cache", "run.yaml", *settings)[0] == 0
+    refused(call(capsys, "run", "run.yaml", *settings), 2, "holds no teacher cache")
+    done(call(capsys, "cache", "run.yaml", *settings))
     shutil.rmtree("teacher")
-    code, said = end_of(capsys, "run", "run.yaml", *settings)
-    assert code == 2 and "teacher" in said  # named, and not there to be compared
-    assert end_of(capsys, "run", "run.yaml", "~teacher_model_name_or_path", *settings)[0] == 0
-    result = json.loads(Path("out/metrics.json").read_text())
+    refused(call(capsys, "run", "run.yaml", *settings), 2, "teacher")  # named, and not there to be compared
+    done(call(capsys, "run", "run.yaml", "~teacher_model_name_or_path", *settings))
+    result = metrics(Path("out"))
     assert result["after"]["forward_kl"] < result["before"]["forward_kl"]
     assert "reverse_kl" not in result["after"] and result["completions"][0]["teacher"] is None
 
@@ -321,18 +318,17 @@ def test_capture_then_train_from_the_command_line(folder, capsys):
 def test_hidden_states_from_the_command_line(folder, capsys):
     """The live run's metrics, of another divergence and temperature, with the teacher's files gone."""
     Path("run.yaml").write_text(RUN + "beta: 0.5\nkd_temperature: 2.0\n")
-    code, said = end_of(capsys, "validate", "run.yaml")
-    assert code == 2 and "with cache_kind: hidden on all tokens" in said
-    assert end_of(capsys, "validate", "run.yaml", "cache_kind=hidden")[0] == 0
-    code, said = end_of(capsys, "run", "run.yaml", "cache_kind=hidden", "cache_bits=8")
-    assert code == 2 and "cache_bits: has no effect with `cache_kind: hidden`" in said
-    code, said = end_of(capsys, "cache", "run.yaml", "cache_kind=hidden", "kd_temperature=1.0")
+    hidden = "run.yaml", "cache_kind=hidden"
+    refused(call(capsys, "validate", "run.yaml"), 2, "with cache_kind: hidden on all tokens")
+    done(call(capsys, "validate", *hidden))
+    without_effect = "cache_bits: has no effect with `cache_kind: hidden`"
+    refused(call(capsys, "run", *hidden, "cache_bits=8"), 2, without_effect)
+    code, said = end_of(capsys, "cache", *hidden, "kd_temperature=1.0")
     assert code == 0 and "128 in a record" in said
-    live = ["teacher=model", "~teacher_cache_dir", "output_dir=live"]
-    assert end_of(capsys, "run", "run.yaml", *live)[0] == 0
+    done(call(capsys, "run", "run.yaml", "teacher=model", "~teacher_cache_dir", "output_dir=live"))
     shutil.rmtree("teacher")
-    assert end_of(capsys, "run", "run.yaml", "cache_kind=hidden", "~teacher_model_name_or_path")[0] == 0
-    cached, live = (json.loads(Path(folder, "metrics.json").read_text()) for folder in ("out", "live"))
+    done(call(capsys, "run", *hidden, "~teacher_model_name_or_path"))
+    cached, live = metrics(Path("out")), metrics(Path("live"))
     for name in ("forward_kl", "reverse_kl", "loss", "teacher_entropy"):
         assert cached["before"][name] == pytest.approx(live["before"][name], rel=1e-5), name
         assert cached["after"][name] == pytest.approx(live["after"][name], rel=1e-4), name

@@ -518,22 +518,20 @@ def test_what_cannot_be_sampled_is_refused(case):
 
 
 def test_what_cannot_be_sampled_later_is_refused(monkeypatch):
-    trainer = make(prompts_only(), lmbda=1.0)
-    trainer.lmbda = 0.5
+    only_prompts, without_knowledge, sharded = make(prompts_only(), lmbda=1.0), make(), make()
+    only_prompts.lmbda = 0.5
     with pytest.raises(ConfigError, match="rows have only prompts, but lmbda is 0.5"):
-        trainer.train()
-    trainer = make()
-    trainer.teaching.knows_new_tokens, trainer.lmbda = False, 1.0
+        only_prompts.train()
+    without_knowledge.teaching.knows_new_tokens, without_knowledge.lmbda = False, 1.0
     with pytest.raises(ConfigError, match="knows only the completions of the dataset"):
-        trainer.train()
-    trainer = make()
-    trainer.is_fsdp_enabled, trainer.lmbda = True, 1.0
+        without_knowledge.train()
+    sharded.is_fsdp_enabled, sharded.lmbda = True, 1.0
     with pytest.raises(ConfigError, match="not from one that FSDP1 or tensor parallelism splits"):
-        trainer.get_batch_samples(iter(()), 1, torch.device("cpu"))
-    monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", True)
-    trainer.args.use_vllm = True
+        sharded.get_batch_samples(iter(()), 1, torch.device("cpu"))
+    monkeypatch.setattr(type(sharded.accelerator), "is_fsdp2", True)
+    sharded.args.use_vllm = True
     with pytest.raises(ConfigError, match="Under FSDP2 and ZeRO-3 the student, or its own teacher, samples by"):
-        trainer.get_batch_samples(iter(()), 1, torch.device("cpu"))
+        sharded.get_batch_samples(iter(()), 1, torch.device("cpu"))
 
 
 # What has no effect, or does not go together

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from commands import call, save_models, settings, without_report, write_rows
+from commands import call, done, refused, save_models, settings, without_report, write_rows
 from datasets import Dataset, concatenate_datasets
 from quick_cases import slow_but
 from served import served
@@ -178,9 +178,8 @@ def test_a_run_takes_the_column_of_a_file(tmp_path, monkeypatch, capsys):
     kd = {"teacher_model_name_or_path": "teacher"}
     keys = yaml.safe_load(settings(weight_column="weight", dataset_name="rows", **kd))
     Path("run.yaml").write_text(yaml.safe_dump({k: v for k, v in keys.items() if k != "holdout_fraction"}))
-    code, _, error = call(capsys, "run", "run.yaml")
-    assert code == 0, error
-    code, _, error = call(capsys, "run", "run.yaml", "weight_column=wait", "output_dir=other")
-    assert code == 4 and "no column 'wait', which weight_column names; they have conversations, weight" in error
-    code, _, error = call(capsys, "validate", "run.yaml", "lmbda=0.5")
-    assert code == 2 and "weight_column: does not go with completions that are sampled" in error
+    done(call(capsys, "run", "run.yaml"))
+    no_column = "no column 'wait', which weight_column names; they have conversations, weight"
+    refused(call(capsys, "run", "run.yaml", "weight_column=wait", "output_dir=other"), 4, no_column)
+    sampled = "weight_column: does not go with completions that are sampled"
+    refused(call(capsys, "validate", "run.yaml", "lmbda=0.5"), 2, sampled)

@@ -255,6 +255,7 @@ def _own(name: str, tool: Tool) -> str:
 
 
 def _found(table: Mapping[str, Any], name: str) -> Any:
+    # exact names go before patterns
     return table.get(name) or next((table[key] for key in table if "*" in key and fnmatchcase(name, key)), None)
 
 
@@ -336,6 +337,7 @@ def _interpolated(value: Any, values: Mapping[str, Any]) -> Any:
     if not isinstance(value, str):
         return value
     for _ in range(len(values)):  # references to references; the limit ends a circle
+        # what the file does not name, such as an environment variable, stays as it is
         found = re.search(r"\$\{([\w.]+)\}", value)
         if found is None or values.get(found[1]) is None:
             break

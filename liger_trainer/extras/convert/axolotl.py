@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...trainers.options import INT4, INT8, NVFP4
-from .__init__ import OF_TRANSFORMERS, Default, ForeignConfig, NotHere, NotNeeded, Settings, Tool
+from . import OF_TRANSFORMERS, Default, ForeignConfig, NotHere, NotNeeded, Settings, Tool
 from .rows import (
     FUSED,
     NO_EVAL_ROWS,
@@ -60,6 +60,7 @@ def _supervised(at: str, source: ForeignConfig) -> Settings:
         return {"dataset_text_field": text} if text else {}
     on_prompt = kind != "tokens" and source.take("train_on_inputs")
     if kind == "chat":
+        # the former name of chats, with other columns
         old = str(name).startswith("sharegpt")
         role, content, column = ("from", "value", "conversations") if old else ("role", "content", "messages")
         properties = f"{at}.message_property_mappings"
@@ -67,6 +68,7 @@ def _supervised(at: str, source: ForeignConfig) -> Settings:
         content = source.take(f"{at}.message_field_content") or source.take(f"{properties}.content", content)
         column = source.take(f"{at}.field_messages", column)
         chat_columns({f"{at}.field_messages": column, properties: (role, content)}, source)
+        # axolotl learns what is said, and no headers
         return {"supervised_part": "content"} if on_prompt else {"assistant_only_loss": True}
     if kind == "other":
         source.note(OTHER_ROWS, f"{at}.type")
@@ -74,6 +76,7 @@ def _supervised(at: str, source: ForeignConfig) -> Settings:
         source.note(
             f"{name} writes another prompt around these rows than Stanford Alpaca's, which is taken here.", f"{at}.type"
         )
+    # as text, not as chat: axolotl puts no chat template around Alpaca's rows
     prompt = {"alpaca_prompt": "stanford_text"} if kind == "alpaca" else {}
     return {**prompt, **({"completion_only_loss": False} if on_prompt else {})}
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .__init__ import ALL, Default, ForeignConfig, NotHere, Settings, Tool
+from . import ALL, Default, ForeignConfig, NotHere, Settings, Tool
 from .rows import datasets_of
 
 _TYPES = {
@@ -32,6 +32,7 @@ def _losses(value: Any, source: ForeignConfig) -> Settings:
             source.note(f"no counterpart to {function}; left out, the others keep their weights.", at)
             continue
         kind = _TYPES[function]
+        # which layers are compared is told once for all losses there
         hidden = _layers(source) if kind.startswith("hidden_") else {}
         kept.append({"type": kind, "weight": round(weight / total, 6), **hidden})
         if kind != "ce" and not hidden:
@@ -79,6 +80,7 @@ def _kind(value: Any, source: ForeignConfig) -> Settings:
 
 def _url(value: Any, source: ForeignConfig) -> Settings:
     """Add the version of the protocol, as DistillKit itself does."""
+    # with or without /v1 at its end
     return {"teacher_server_base_url": value.rstrip("/").removesuffix("/v1") + "/v1"}
 
 
@@ -111,6 +113,7 @@ def _rows(value: Any, source: ForeignConfig) -> Settings:
 
 def _evaluation(value: Any, source: ForeignConfig) -> Settings:
     """Return the held-out split of the same dataset."""
+    # here a run has one dataset with two splits
     at, train = source.reading, source.get("dataset.train_dataset", {})
     for key in ("repo_id", "disk_path", "config_name"):
         if source.take(f"{at}.{key}") != train.get(key):
@@ -123,6 +126,7 @@ def _options(key: str) -> Any:
     """Read keywords of `from_pretrained`."""
 
     def function(value: Any, source: ForeignConfig) -> Settings:
+        # all of them, whatever their names: transformers checks them
         options = source.take(source.reading, {})
         return {key: {"dtype" if name == "torch_dtype" else name: item for name, item in options.items()}}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from .__init__ import OF_TRANSFORMERS, Default, ForeignConfig, NotHere, NotNeeded, Settings, Tool
+from . import OF_TRANSFORMERS, Default, ForeignConfig, NotHere, NotNeeded, Settings, Tool
 from .rows import (
     ALPACA,
     FUSED,
@@ -61,6 +61,7 @@ def _datasets(value: Any, source: ForeignConfig) -> Settings:
         # ONLINE: every name is a dataset on the hub
         if about is None and str(folder) != "ONLINE":
             source.note(f"{name} is a name in {_TABLE}, which was not found; put its file or hub id here.")
+        # its keys are then converted, or reported, like those of the configuration
         source.add(at, about or {"hf_hub_url": name}, str(found[0]) if found else source.label)
         entries.append(_entry(name, at, found[0].parent if found else folder, source))
         learned[at] = _supervised(about is None or _is_chat(at, source), source)
@@ -81,6 +82,7 @@ def _entry(name: str, at: str, folder: Path, source: ForeignConfig) -> dict[str,
 
 def _is_chat(at: str, source: ForeignConfig) -> bool:
     """Whether an entry is about chats; note columns that won't be found by name, and answers that are not learned."""
+    # dataset_info.json maps its names to the columns of the file
     columns = f"{at}.columns"
     if source.take(f"{at}.formatting", "alpaca") != "alpaca":
         column = source.take(f"{columns}.messages", "conversations")
@@ -99,6 +101,7 @@ def _is_chat(at: str, source: ForeignConfig) -> bool:
 def _supervised(chats: bool, source: ForeignConfig) -> Settings:
     """Supervise all answers; with mask_history only the last, with train_on_prompt everything."""
     if source.get("mask_history"):
+        # mask_history counts even with train_on_prompt
         return {"last_turn_only": True}
     if source.get("train_on_prompt"):
         return {"completion_only_loss": False}
@@ -114,6 +117,7 @@ def _differences(source: ForeignConfig) -> Iterator[str]:
 
 
 def _quantized(value: Any, source: ForeignConfig) -> Settings:
+    # taken in any case: it has no effect without quantisation
     double = source.take("double_quantization")
     if not value:
         return {}
@@ -123,6 +127,7 @@ def _quantized(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _attention(value: Any, source: ForeignConfig) -> Settings:
+    # what LLaMA-Factory calls them
     words = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager"}
     if value in (None, "auto"):
         return {}

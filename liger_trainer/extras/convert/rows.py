@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .__init__ import ForeignConfig, NotHere, Settings
+from . import ForeignConfig, NotHere, Settings
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 OTHER_ROWS = (
@@ -59,6 +59,7 @@ def _of_files(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_mixture(entry: dict[str, Any]) -> dict[str, Any]:
+    # datasets' loader takes a builder and its files; a mere path would be a hub id
     builder = BUILDERS.get(Path(str(entry["path"])).suffix)
     return {**entry, "path": builder, "data_files": entry["path"]} if builder else entry
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .__init__ import Default, ForeignConfig, NotHere, NotNeeded, Settings, Tool
+from . import Default, ForeignConfig, NotHere, NotNeeded, Settings, Tool
 from .rows import NO_EVAL_ROWS, OTHER_ROWS, chat_columns, datasets_of, learned_alike, optimizer
 
 _ATTENTION = {"output_proj": "o_proj"}
@@ -50,6 +50,7 @@ def _model(value: Any, source: ForeignConfig) -> Settings:
     adapter["lora_dropout"] = source.take("model.lora_dropout", 0.0)
     modules = [_ATTENTION.get(module, module) for module in source.take("model.lora_attn_modules", [])]
     modules += _MLP if source.take("model.apply_lora_to_mlp") else []
+    # torchtune calls it output
     modules += ["lm_head"] if source.take("model.apply_lora_to_output") else []
     # torchtune names modules by its own classes, which differ from transformers' names in one
     adapter["lora_target_modules"] = modules
@@ -92,6 +93,7 @@ def _schedule(value: Any, source: ForeignConfig) -> Settings:
 def _distillation(value: Any, source: ForeignConfig) -> Settings:
     """Read (1 - kd_ratio) cross-entropy + kd_ratio divergence."""
     name, ratio = _component(value).replace("WithChunkedOutputLoss", "Loss"), source.take("kd_ratio", 0.5)
+    # the forward KL's share
     symmetric = source.take("kd_loss.sym_kd_ratio", 0.5)
     weights = {
         "ForwardKLLoss": {"forward_kl": ratio},
@@ -113,6 +115,7 @@ def _datasets(value: Any, source: ForeignConfig) -> Settings:
             raise NotHere("a dataset of your own code; write its rows to a file and name it in dataset_name.")
         keys = {"name": "name", "split": "split", "data_dir": "data_dir", "data_files": "data_files"}
         entry = {ours: source.take(f"{at}.{theirs}") for ours, theirs in keys.items()}
+        # builders with a fixed dataset name no source
         entries.append({"path": where or _DATASETS[name], **entry})
         learned[at] = {**_supervised(at, name, source), "packing": source.take(f"{at}.packed", False)}
     return {**datasets_of(entries, source), **learned_alike(learned, source)}
@@ -162,10 +165,12 @@ def _betas(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _tracker(value: Any, source: ForeignConfig) -> Settings:
+    # by the names of torchtune's classes
     words = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard", "CometLogger": "comet_ml"}
     name = _component(value)
     if name not in (*words, "DiskLogger", "StdoutLogger"):
         raise NotHere("a logger of your own; see report_to.")
+    # logs in files and on the terminal come with every run
     return {"report_to": words.get(name, "none")}
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from .__init__ import ALL, Default, ForeignConfig, Tool
+from . import ALL, Default, ForeignConfig, Tool
 
 # SFT has the same defaults.
 _DISTILLATION: tuple[Default, ...] = (

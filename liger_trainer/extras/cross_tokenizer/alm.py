@@ -50,6 +50,7 @@ class AlmAnswer(TeacherAnswer):
                 vocab_size=how.vocab_size, **targets.for_ops(), **common,
             )  # fmt: skip
         else:
+            # somebody has read the logits: they are stored, and the loss is of them
             logits = student.flatten(0, -2)[:, : how.vocab_size].float()
             result = stored_alm(
                 logits, targets.labels, spans, teacher, num_items=targets.num_items, token_weight=targets.weights,
@@ -76,5 +77,6 @@ def teacher_log_probs(logits: Logits, labels: Tensor, rows: RowSelection, vocab_
     with torch.no_grad():
         if isinstance(logits, DeferredLogits):
             operands = logits.operands()
+            # without gradients: the teacher is not trained
             return linear_log_probs(**operands, labels=flat, rows=rows, vocab_size=vocab_size).log_prob
         return stored_log_probs(stored(logits).flatten(0, -2)[:, :vocab_size].float(), flat, IGNORE_INDEX).log_prob

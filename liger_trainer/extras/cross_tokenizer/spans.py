@@ -78,6 +78,7 @@ def _of_runs(student: TextRun, teacher: TextRun) -> Iterator[Span]:
             (teacher.first + theirs[start][1], teacher.first + theirs[end][0]),
         )
     same_text = places[0][-1] is not None and places[0][-1] == places[1][-1]
+    # the ends of both answers are one span, though the tokens are written differently
     our_end, their_end = special_token(student), special_token(teacher)
     if same_text and our_end is not None and their_end is not None:
         yield Span((our_end, our_end + 1), (their_end, their_end + 1))
@@ -106,6 +107,7 @@ def _cuts(run: TextRun, places: Places) -> dict[int, tuple[int, int]]:
 
 def followed(one: str, other: str) -> tuple[Places, Places]:
     """Return, for each place of two texts from 0 to their lengths, how much text both have written up to there."""
+    # most texts are equal: only what follows is compared in steps
     same = len(commonprefix([one, other]))
     places: tuple[Places, Places] = ([*range(same + 1)], [*range(same + 1)])
     for side, text in zip(places, (one, other), strict=True):
@@ -129,6 +131,7 @@ def _step(one: str, other: str) -> tuple[int, int] | None:
         return 1, 0
     if other and not _plain(other[0]):
         return 0, 1
+    # spellings of different lengths, such as a ligature and its letters
     sizes = ((m, n) for m in range(1, len(one) + 1) for n in range(1, len(other) + 1))
     same = [(m, n) for m, n in sizes if _plain(one[:m]) == _plain(other[:n])]
     return min(same, key=sum, default=None)
@@ -237,6 +240,7 @@ class SpanTeacher(CrossTokenizerTeacher):
             raise ConfigError(f"alm needs the text of all rows at first, and the {name} dataset is streamed.")
         self.student_tokenizer, first = tokenizer, dataset[0]
         if self._ending is None:
+            # any completion shows which tokens end one
             answer = [{"role": "assistant", "content": PROBE}] if is_conversational(first) else PROBE
             self._read_by_teacher(Dataset.from_list([{**first, "completion": answer}]), None)
         ours, theirs = read(tokenizer), read(self.tokenizer)
@@ -289,6 +293,7 @@ class SpanTeacher(CrossTokenizerTeacher):
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
         before = self.tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # tokenized with the prompt, since a token at the seam may differ
         both = ids_of(before + text)
         return both[len(prompt) :] if both[: len(prompt)] == prompt else ids_of(text)
 

@@ -83,6 +83,7 @@ def _run(first: int, ids: Sequence[int], tokenizer: Any) -> TextRun:
             starts[index] = None
         text += decoded[same:]
         window, read = read, index + 1
+    # templates differ in the white space before an answer
     front = len(text) - len(text.lstrip())
     cuts = [None if cut is None else max(0, cut - front) for cut in [*starts, len(text) if read == len(ids) else None]]
     return TextRun(first, text[front:], tuple(cuts[:-1]), cuts[-1], text[:front])
@@ -91,6 +92,7 @@ def _run(first: int, ids: Sequence[int], tokenizer: Any) -> TextRun:
 def aligned(student: Sequence[TextRun], teacher: Sequence[TextRun]) -> dict[int, int]:
     """Return {student's position: teacher's position}; nothing where the two have different numbers of runs, unless
     the student's row has fewer because it was cut within a run that begins as the teacher's does."""
+    # max_length may have cut answers off the student's row
     was_cut = 0 < len(student) < len(teacher) and teacher[len(student) - 1].text.startswith(student[-1].text)
     if len(student) != len(teacher) and not was_cut:
         return {}

@@ -45,6 +45,7 @@ class UldAnswer(TeacherAnswer):
             )  # fmt: skip
         else:
             s, t = (stored(logits).flatten(0, -2).float() for logits in (student, self.logits))
+            # a head may be padded beyond its tokenizer
             s = s[:, : how.vocab_size]
             uld = _distances(s, t[:, : self.vocab_size], partners, targets, how)
             common |= {"num_items": targets.num_items, "token_weight": targets.weights}
@@ -57,4 +58,5 @@ def _distances(s: Tensor, t: Tensor, partners: Tensor, targets: BatchTargets, ho
     aligned = (partners >= 0) & (targets.labels != IGNORE_INDEX)
     distances = uld_reference(s[aligned], t[partners[aligned]], how.temperature)
     factor = how.temperature**2 if how.scale_by_temperature_squared else 1.0
+    # the rows without a partner have distance 0
     return s.new_zeros(s.shape[0]).masked_scatter(aligned, factor * distances)

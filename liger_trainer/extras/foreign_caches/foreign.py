@@ -93,6 +93,7 @@ class MatchedRows:
         """how many tokens are listed at each place of the rows that match, at least; None without any"""
         for row in records.rows():
             for digest in _of_prefixes(row.ids, sorted(lengths)):
+                # wanted, and the first row that has it
                 if self._row.get(digest, row.number) is None:
                     self._row[digest] = row.number
                     self.entries = row.entries if self.entries is None else min(self.entries, row.entries)
@@ -119,6 +120,7 @@ def _bytes(ids: np.ndarray) -> memoryview:
 
 def _of_prefixes(ids: np.ndarray, lengths: Sequence[int]) -> Iterator[bytes]:
     """Yield the digests of the beginnings of a row that have one of the ascending lengths."""
+    # one pass over the row for all lengths: a hash goes on where the shorter one ended
     state, before = _hash_of(ids[:0]), 0
     for length in lengths:
         if length > len(ids):
@@ -156,6 +158,7 @@ class ForeignReader:
         listed = self.records.listed(number, places, self.form.entries)
         self._check(listed, self.records.name(number), places)
         log_probs = torch.from_numpy(listed.log_probs)
+        # clamped: rounding may have made the listed mass more than 1
         log_rest = torch.log1p(-log_probs.exp().sum(-1).clamp(max=1.0))
         label = torch.zeros(len(places)) if listed.labels is None else torch.from_numpy(listed.labels)
         return self.form.encode_topk(torch.from_numpy(listed.ids), log_probs, log_rest, label, torch.zeros(len(places)))
@@ -168,6 +171,7 @@ class ForeignReader:
                 f"{name} lists token {ids[beyond][0]}, and the student's tokenizer has {self.form.vocab_size}: they do "
                 "not share a vocabulary."
             )
+        # equal ids lie next to each other then
         ordered = np.sort(ids, -1)
         mass = np.exp(log_probs).sum(-1)
         no_numbers = np.isnan(log_probs).any(-1) | np.isneginf(log_probs[:, 0])

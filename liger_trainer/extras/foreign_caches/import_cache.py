@@ -65,6 +65,7 @@ def import_cache(
 
 def _check_options(args: LigerDistillConfig) -> None:
     """Raise ConfigError for a cache that no records of tokens are."""
+    # hidden states and draws are not in such records
     if args.cache_kind != "topk" or args.cache_tail_draws:
         raise ConfigError(
             "Records of other tools hold the likeliest tokens and the mass of the rest: leave cache_kind at topk, and "
@@ -87,6 +88,7 @@ def _source(
 ) -> CaptureSource:
     vocabulary = _vocabulary(args, rows)
     parts = {
+        # rows without a supervised token need no record
         name: [(d.row, d.input_ids, d.labels) for d in documents(dataset) if d.tokens]
         for name, dataset in rows.datasets.items()
     }
@@ -101,6 +103,7 @@ def _source(
     # metrics that the cache cannot give: the reader leaves them out
     unknown = ("entropy",) if records.knows_labels else ("label_log_prob", "entropy")
     name = TeacherName(name=records.teacher or str(path), revision=None, dtype="not known")
+    # of the files: an import that goes on must read the same ones
     fingerprint = sha256("".join(sha256(file) for file in records.files).encode())
     comes_from: Any = records.tool
     settings = token_settings(form, args, unknown)

@@ -62,6 +62,7 @@ class VLLMRecords(ForeignRecords):
 
     def __init__(self, path: Path):
         files = [path] if path.is_file() else sorted(f for f in path.glob("*") if f.suffix in (*LINES, PARQUET))
+        # in a mixture the order of rows would not be the folder's
         suffixes = {PARQUET if file.suffix == PARQUET else "lines" for file in files}
         if len(suffixes) != 1:
             raise ConfigError(
@@ -165,9 +166,11 @@ class VLLMRecords(ForeignRecords):
         except ValueError as error:
             raise DataError(f"{name} is no JSON: {error}") from None
         if isinstance(row, dict) and isinstance(row.get("response"), dict):
+            # the frame of a batch run
             row = row["response"].get("body")
         if not isinstance(row, dict):
             raise DataError(f"{name} is no answer of vLLM: expected an object, got {str(row)[:60]}.")
+        # the server says which model answered
         self.teacher = row.get("model") or self.teacher
         common = {"prompt_token_ids": row.get("prompt_token_ids")}
         choices = [choice for choice in row.get("choices") or () if choice.get("prompt_logprobs")]

@@ -122,6 +122,7 @@ def read_options(arguments: Iterable[str]) -> GenerateOptions:
     Raises:
         ConfigError: every option that is unknown, has a value of another type or beyond its limits, or does nothing.
     """
+    # the same reader as for a run's overrides: one way to write a value
     parsed = parse_overrides(list(arguments))
     problems = [str(finding) for finding in parsed.findings]
     fields = {item.name: item for item in dataclasses.fields(GenerateOptions)}
@@ -129,6 +130,7 @@ def read_options(arguments: Iterable[str]) -> GenerateOptions:
     for key, setting in parsed.values.items():
         if key not in fields:
             problems.append(f"{key}: unknown option of generate.{did_you_mean(key, fields)}")
+        # `~key` takes a key out of a configuration file
         elif setting.value is DROPPED:
             problems.append(f"~{key}: generate reads no file that it could be taken out of.")
         else:
@@ -137,6 +139,7 @@ def read_options(arguments: Iterable[str]) -> GenerateOptions:
             problems += [f"{key}: {message}" for _, message in complaints(values[key], rule)]
     defaults = {name: item.default for name, item in fields.items()}
     options = OptionValues({**defaults, **values}, values.keys())
+    # conflicts only between values that are right: a wrong one would be told twice
     if not problems:
         problems += [f"{key}: {message}" for key, message in clashes(options, conflicts_of(GenerateOptions))]
     if problems:
@@ -147,6 +150,8 @@ def read_options(arguments: Iterable[str]) -> GenerateOptions:
 def _rule(item: dataclasses.Field) -> Rule:
     if declared(item)["choices"]:
         return {"enum": list(declared(item)["choices"])}
+    # types themselves, since this file does not postpone annotations
     annotation: Any = item.type
+    # `str | None` has arguments, `str` has none
     kinds = [_KINDS[kind] for kind in (get_args(annotation) or (annotation,)) if kind in _KINDS]
     return {"type": [*kinds, "null"] if item.default is None else kinds, **limits_of(item)}

@@ -124,6 +124,7 @@ class _Generation:
         grams, held_out = held_out_grams(options)
         served = options.teacher_server_base_url is not None
         model = ServedTeacher(teacher, options) if served else LocalTeacher(path, tokenizer, options)
+        # what decides the samples: with anything else the same folder would hold two kinds of rows
         identity = {
             "teacher": public(teacher), **options.deciding(), **_named(options), "sampled by a server": served,
             "the teacher's weights": model.fingerprint, "its tokenizer": tokenizer_fingerprint(tokenizer),
@@ -164,6 +165,7 @@ class _Generation:
 
     def _sample(self, batch: int) -> list[Sample]:
         prompts = self.prompts.samples(batch, self.model.ask, self._seed(batch, "prompts"))
+        # those that were dropped with their prompt are not completed
         open_ = [(number, ids) for number, (sample, ids) in enumerate(prompts) if sample.dropped is None]
         samples = [sample for sample, _ in prompts]
         if open_:
@@ -172,6 +174,7 @@ class _Generation:
             for (number, _), answer in zip(open_, answers, strict=True):
                 sample = samples[number]
                 chat = not isinstance(sample.prompt, str)
+                # a text without chat goes on where the prompt ends, white space too
                 text = answer.text.strip() if chat else answer.text
                 samples[number] = dataclasses.replace(
                     sample, completion=text, tokens=sample.tokens + answer.tokens, finished=answer.finished
@@ -196,6 +199,7 @@ class _Generation:
         try:
             staged.unlink(missing_ok=True)
             with staged.open("x", encoding="utf-8") as file:
+                # the store may hold more samples than were judged: a batch ends after the last row that was asked for
                 for kept, sample in zip(sieve.kept, self.store.samples(), strict=False):
                     if kept:
                         file.write(json.dumps(_row(sample), ensure_ascii=False) + "\n")
@@ -224,6 +228,7 @@ def _row(sample: Sample) -> dict[str, Any]:
 def _tokenizer(teacher: str, path: str, options: GenerateOptions) -> Any:
     try:
         adapter = adapter_at(path, options.revision)
+        # an adapter's own, if it was saved with one
         tokenizer = None if adapter is None else tokenizer_of(path, options.revision)
         return tokenizer or AutoTokenizer.from_pretrained(
             path, revision=options.revision or "main", trust_remote_code=options.trust_remote_code
@@ -260,6 +265,7 @@ def card(teacher: str, options: GenerateOptions, summary: dict[str, Any]) -> str
     header = {
         "task_categories": ["text-generation"],
         "tags": ["synthetic", "distillation", "liger-trainer"],
+        # the hub's own classes
         "size_categories": [next((name for limit, name in _SIZES if rows < limit), "n>1M")],
         "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "train.jsonl"}]}],
     }

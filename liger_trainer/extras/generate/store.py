@@ -47,6 +47,7 @@ class SampleStore:
         # as it will come back from the file: tuples are lists there
         path, identity = output_dir / FOLDER, json.loads(json.dumps(identity))
         if not (path / INDEX).is_file():
+            # nothing of the user's is ever written over
             others = sorted(p.name for p in output_dir.iterdir() if p.name != FOLDER)
             if others:
                 raise ConfigError(f"{output_dir} holds other files ({', '.join(others[:3])}): choose an empty folder.")
@@ -84,10 +85,12 @@ class SampleStore:
     def add(self, samples: list[Sample]) -> None:
         """Write a batch down."""
         lines = [json.dumps(dataclasses.asdict(sample)) + "\n" for sample in samples]
+        # by the number of the batch: a part that a killed process left is written over
         self.parts.append(self._write(f"part-{self.batches:06}.jsonl", "".join(lines).encode(), 1))
         self._write_index()
         # Shards keep the number of files small; the index names a shard before its parts go.
         if len(self.parts) == PARTS_OF_A_SHARD:
+            # read back and compared with their hashes while they are gathered
             gathered = self.parts
             content = b"".join(self._content(part) for part in gathered)
             self.shards.append(self._write(f"shard-{len(self.shards):05}.jsonl", content, len(gathered)))

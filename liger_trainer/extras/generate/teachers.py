@@ -82,6 +82,8 @@ class LocalTeacher:
 
     def _text(self, prompt: Tokens, sampled: Tokens) -> str:
         """Return what the tokens add to the prompt's text: some tokenizers write a word's space before it."""
+        # the prompt may change where its last token is written otherwise next to another: then the sampled tokens by
+        # themselves
         before = self._tokenizer.decode(prompt, skip_special_tokens=True)
         whole = self._tokenizer.decode([*prompt, *sampled], skip_special_tokens=True)
         return (

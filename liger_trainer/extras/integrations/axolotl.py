@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...common.console import announce
+from ...compat.models import attention_implementation
 from ...errors import ConfigError
 from ...patching.patcher import Patched, PatchOptions, patch, patched_record
 from ...trainers.distill_callback import DistillationCallback
@@ -107,6 +108,7 @@ class LigerTrainerPlugin(BasePlugin):
 
     def __init__(self) -> None:
         super().__init__()
+        # an older axolotl would call none of them, without a word
         missing = [name for name in _HOOKS if not hasattr(BasePlugin, name)]
         if missing:
             raise ConfigError(f"LigerTrainerPlugin needs axolotl 0.19 or later: its plugins have no {missing[0]}.")
@@ -119,6 +121,7 @@ class LigerTrainerPlugin(BasePlugin):
         options = _options(cfg)
         plugins = [name.rpartition(".")[2] for name in cfg.get("plugins") or []]
         others = [name for name in plugins if name in _OTHER_PLUGINS]
+        # two replacements of one layer: which of them runs would depend on the order
         others += [name for name in (*_LORA_KERNELS, *_OTHER_KERNELS) if cfg.get(name)]
         if others:
             raise ConfigError(
@@ -147,7 +150,7 @@ class LigerTrainerPlugin(BasePlugin):
         if distillation is None:
             return []
         # axolotl marks packed rows for the attention that it has chosen, so the teacher needs the same
-        attention = getattr(trainer.model.config, "_attn_implementation", None)
+        attention = attention_implementation(trainer.model.config)
         return [distillation.callback(**({} if attention is None else {"attn_implementation": attention}))]
 
     def post_train(self, cfg: Any, model: Any) -> None:
@@ -159,6 +162,7 @@ class LigerTrainerPlugin(BasePlugin):
 def _options(cfg: Any) -> LigerTrainerOptions:
     block: Any = cfg.get("liger_trainer") or {}
     try:
+        # axolotl's own mapping type
         return LigerTrainerOptions.model_validate(block.to_dict() if hasattr(block, "to_dict") else block)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, x['loc']))}: {x['msg']}" for x in error.errors())

@@ -65,7 +65,7 @@ def apply(model: Any, include_kernels: str | bool | None = "auto", **_: Any) -> 
     """Patch a model, in place, and return it: `kernel_config: {name: liger_trainer}` of v1.
 
     Args:
-        include_kernels: `auto` or true for all that there is, options of `patch` separated by commas for those alone;
+        include_kernels: `auto` or true for all that there is, options of `patch` separated by commas for only those;
             none, as in LLaMA-Factory's own kernels, patches nothing.
 
     Raises:
@@ -98,7 +98,7 @@ def _fused_log_probs(stock: Callable) -> Callable:
         if record is None or not record.options.fused_linear_cross_entropy:
             return stock(trainer, model, batch)
         tensors = {name: x.to(trainer.device, non_blocking=True) for name, x in batch.items() if hasattr(x, "to")}
-        # without labels the model computes no loss of its own
+        # without labels the model computes no loss itself
         labels = tensors.pop("labels")[:, 1:]
         with scored_logits(base):
             logits: Any = model(**tensors).logits[:, :-1]

@@ -63,6 +63,7 @@ def register(
     def make(args: Any, trainer: Any) -> LigerTrainerCallback:
         return LigerTrainerCallback(args, trainer, options, distil())
 
+    # ms-swift looks callbacks up by name, and calls what it finds with arguments and trainer
     callbacks_map[NAME] = make
 
 
@@ -91,7 +92,9 @@ class LigerTrainerCallback(TrainerCallback):
         self._record = patch(self.trainer.model, self._options)
         announce(str(self._record.report))
         if self._record.fused is not None:
+            # the fused loss calls this with each pass: its accuracy stands in for logits that are not there
             self._replaced.set(self._record.fused, "seen", self._seen)
+        # not every trainer of ms-swift has it
         if hasattr(self.trainer, "_compute_acc"):
             self._stock = self.trainer._compute_acc
             self._replaced.set(self.trainer, "_compute_acc", self._compute_acc)
@@ -117,6 +120,7 @@ class LigerTrainerCallback(TrainerCallback):
 
 def _call_adapters_plainly(model: Any, replaced: Replacements) -> None:
     """Take off what ms-swift puts on LoRA's A and B to follow devices, where all weights are on one."""
+    # spread over devices they are needed
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return
     for module in model.modules():

@@ -78,6 +78,7 @@ def liger_fused_linear_cross_entropy(
         ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype,
         use_token_scaling, return_token_accuracy, return_predicted_tokens,
     )  # fmt: skip
+    # the module takes the head first, the function the hidden states
     return loss(weight, input, target, bias)
 
 
@@ -93,6 +94,7 @@ def liger_fused_linear_jsd(
     accum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return `LigerFusedLinearJSD` of the hidden states and heads of student and teacher."""
+    # a module for each call: it holds options and no tensors
     loss = LigerFusedLinearJSD(jsd_beta, ignore_index, temperature, accum_dtype)
     return loss(student_input, student_weight, teacher_input, teacher_weight, shift_labels)
 
@@ -130,6 +132,7 @@ def liger_kl_div(
     eps: float = 1e-10,
 ) -> Tensor:
     """Return `LigerKLDIVLoss` of log-probabilities and a target (N, V). size_average and reduce must be left out."""
+    # torch's own defaults of both here are True, and mean nothing
     _check_left_out(size_average=None if size_average else size_average, reduce=None if reduce else reduce)
     return LigerKLDIVLoss(eps, reduction=reduction, log_target=log_target)(input, target)
 
@@ -138,6 +141,7 @@ def liger_tvd(
     input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: str = "mean", ignore_index: int = -100
 ) -> Tensor:
     """Return `LigerTVDLoss` of probabilities (N, V), with another default reduction, as in Liger-Kernel."""
+    # the module's own default is batchmean
     return LigerTVDLoss(reduction, ignore_index)(input, target, shift_labels)
 
 
@@ -178,6 +182,7 @@ def liger_modulated_rms_norm(
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     """Return gelu(a) * b, with the tanh form of GELU."""
+    # Liger has this form only
     return geglu(a, b, approximate="tanh")
 
 

@@ -113,6 +113,7 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
         init_fn: str = "ones",
         in_place: bool = False,
     ):
+        # without row_mode, which Liger's constructor lacks here
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -253,6 +254,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., hidden_size) to (..., hidden_size)."""
+        # packed: gate is the first half
         return project(self.down_proj, self.gate_up_proj(x), None, self.activation)
 
 

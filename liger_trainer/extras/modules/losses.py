@@ -100,8 +100,7 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         inplace: bool = False,
     ):
         super().__init__(ignore_index, lse_square_scale, label_smoothing, reduction, softcap)
-        # as torch's own losses, but not in the state dict, as in Liger
-        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("weight", weight, persistent=False)  # not in the state dict, as in Liger
         self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
         self.return_predicted_tokens, self.inplace = return_predicted_tokens, inplace
 
@@ -116,7 +115,6 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         result = self._cross_entropy(_input, target)
         output = CrossEntropyOutput(result.loss, predicted_tokens=predicted)
         if label_logit is not None:
-            # log p(label) = logit - lse
             lse = transform(label_logit, None, LogitTransform(softcap=self.softcap))[0].squeeze(1) - result.log_prob
             output.z_loss = self._reduced((self.lse_square_scale * lse.square()).where(keep, 0), keep)
         if self.return_token_accuracy:
@@ -188,6 +186,7 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
             _input, lin_weight, target, bias=bias, token_weight=token_weight, reduction="none" if none else "mean",
             num_items=1.0 if self.reduction == "sum" else num_items, softcap=self.softcap,
             label_smoothing=self.label_smoothing, z_loss=self.lse_square_scale, ignore_index=self.ignore_index,
+            # without a reduction each row has its own upstream gradient, known only in the backward
             dft=self.use_token_scaling, recompute=none, accumulate_dtype=self.accum_dtype,
         )  # fmt: skip
         if not (self.return_z_loss or self.return_token_accuracy):
@@ -216,6 +215,7 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         cross_entropy = -result.log_prob
         if self.use_token_scaling:
             cross_entropy = cross_entropy * result.log_prob.exp()
+        # the fused op returns one loss: the z-loss is what is left of it
         return result.loss.detach() - self._reduced(cross_entropy, keep)
 
 
@@ -339,6 +339,7 @@ class LigerFusedLinearJSD(nn.Module):
         return linear_divergence(
             student_input, student_weight, teacher_input, teacher_weight, kind="jsd", beta=self.jsd_beta,
             labels=shift_labels, temperature=self.temperature, ignore_index=self.ignore_index,
+            # fp32 logits and no T^2, as Liger computes it
             accumulate_dtype=self.accum_dtype, scale_by_temperature_squared=False, logits_dtype=torch.float32,
         ).loss  # fmt: skip
 
@@ -489,24 +490,17 @@ class LigerFusedLinearKLDivLoss(nn.Module):
         labels = target.new_zeros(rows, dtype=torch.int64) if shift_labels is None else shift_labels
         # without labels all rows count: 0 stands in for them, and is not ignored
         ignored = self.ignore_index if shift_labels is not None else -1
-        # rows of a chunk
-        step = max(1, CHUNK // vocab)
-        loss = sum(
-            checkpoint(
-                self._part, x, student_weight, part, part_labels, ignored, use_reentrant=False, preserve_rng_state=False
-            )
-            for x, part, part_labels in zip(
-                student_input.split(step), target.split(step), labels.split(step), strict=True
-            )
-        )
-        count = (labels != ignored).sum().clamp(min=1)
+        step = max(1, CHUNK // vocab)  # rows of a chunk
+        parts = zip(student_input.split(step), target.split(step), labels.split(step), strict=True)
+        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        loss = sum(checkpoint(self._part, x, student_weight, part, some, ignored, **how) for x, part, some in parts)
+        count = (labels != ignored).sum().clamp(min=1)  # without labels the loss is 0, not NaN
         return loss / {"batchmean": count, "mean": count * vocab, "sum": 1}[self.reduction]
 
     def _part(self, x: Tensor, weight: Tensor, target: Tensor, labels: Tensor, ignored: int) -> Tensor:
         """Return the sum over the rows of a chunk."""
         logits = F.linear(x, weight)
-        # the divergence of close distributions would cancel in 16 bits
-        wide = logits if logits.dtype == torch.float64 else logits.float()
+        wide = logits if logits.dtype == torch.float64 else logits.float()  # in 16 bits close ones would cancel
         log_q = (wide / self.temperature).log_softmax(-1)
         return kl_div(log_q, target, reduction="sum", labels=labels, ignore_index=ignored)
 

@@ -67,6 +67,7 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., hidden_size) to (..., hidden_size)."""
+        # before the activation, which is not linear: it cannot be folded into what follows
         gate = self.gate_proj(x) * self.gate_multiplier
         return project(self.down_proj, gate, self.up_proj(x), self.activation) * self.down_multiplier
 

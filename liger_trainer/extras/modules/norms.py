@@ -57,6 +57,7 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNorm):
     ):
         if dim is None and with_scale:
             raise ValueError("dim must be the size of the last dimension, got None: with_scale=True needs a weight.")
+        # without a weight no size is needed
         super().__init__(dim or 0, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
         self.with_scale = with_scale
 
@@ -98,6 +99,7 @@ def modulated_rms_norm(
     """
     check_norm(casting_mode, offset, weight is not None)
     width, rows = x.shape[-1], x.shape[:-1].numel()
+    # rows of scale; each serves rows // groups rows of x that follow one another
     groups = scale.shape[:-1].numel()
     if scale.shape[-1] != width or not groups or rows % groups:
         raise ValueError(
@@ -107,5 +109,6 @@ def modulated_rms_norm(
     if shift is not None and shift.shape != scale.shape:
         raise ValueError(f"shift must have the shape of scale: {tuple(shift.shape)}, {tuple(scale.shape)}.")
     y = rms_norm(x, weight, eps, offset=offset, cast_before_weight=casts_before_weight(casting_mode, x))
+    # one row of scale for each group of rows that follow one another
     y = y.reshape(groups, rows // groups, width) * (1 + scale.reshape(groups, 1, width))
     return (y if shift is None else y + shift.reshape(groups, 1, width)).view(x.shape)

@@ -26,6 +26,7 @@ class LigerRope(nn.Module):
     def __init__(self, interleaved: bool = False, mrope_section: Sequence[int] | None = None, half_width: bool = False):
         super().__init__()
         self.interleaved, self.half_width = interleaved, half_width
+        # a tuple: ops key their launches by it
         self.mrope_section = None if mrope_section is None else tuple(mrope_section)
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,6 +127,7 @@ def liger_rotary_pos_emb(
             "position_ids must be None: cos and sin hold one row per position. For a table of all positions, pass "
             "cos[position_ids] and sin[position_ids]."
         )
+    # callers of Liger's function pass them with or without batch and heads
     cos, sin = (_without_heads(x, unsqueeze_dim) for x in (cos, sin))
     if rotary_dim is not None:
         if rotary_dim % 2 or not 0 < rotary_dim <= min(q.shape[-1], 2 * cos.shape[-1]):
@@ -206,6 +208,7 @@ def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Ten
     Raises:
         ValueError: real freqs_ci, or shapes that do not fit.
     """
+    # vision models give them in several shapes, all in this order
     size = query.shape[1], query.shape[-1] // 2
     if freqs_ci.numel() != size[0] * size[1] or freqs_ci.shape[-1] != size[1]:
         raise ValueError(f"freqs_ci must hold {size} values, as query {tuple(query.shape)}: {tuple(freqs_ci.shape)}.")

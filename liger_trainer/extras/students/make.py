@@ -73,9 +73,11 @@ def make_student(config: "RunConfig") -> tuple[Path, StudentRecord, PreTrainedMo
         NonFiniteError: a metric of the student is NaN or infinite; nothing is left behind.
     """
     _check_settings(config)
+    # before any model is loaded
     output_dir = check_student_dir(config)
     files = open_model(config, "model_name_or_path")
     data = load_run_datasets(config, files.vocab_size)
+    # rows with images need the model's processor, which only they tell
     files = with_processor(config, files, data)
     check_student(config, files, data)
     _check_sizes(config, files)
@@ -191,6 +193,7 @@ def build_student(
     """Return the student, its kept layers, and the share of activation that each narrowed MLP keeps."""
     every_nth, kept = config["keep_every_nth_layer"], config["keep_layers"]
     if left_out is not None:
+        # what was not left out, in the teacher's order
         kept = sorted(set(range(len(importance.layers))).difference(one.layer for one in left_out))
     elif config["student_num_layers"] is not None:
         kept = importance.most_important(config["student_num_layers"])
@@ -232,6 +235,7 @@ def _compare(
             processing_class=copy.deepcopy(files.processing),
         )
     measured = trainer.evaluate()
+    # the same rows as the report of a distillation
     metrics = {row.metric: measured[f"eval_{row.metric}"] for row in DISTILL_ROWS}
     wrong = [name for name, value in metrics.items() if not math.isfinite(value)]
     if wrong:

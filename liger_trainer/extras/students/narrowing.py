@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...compat.models import new_model
 from ...errors import ConfigError
 from ...losses.model_parts import decoder_layers
 from ...patching import structure
@@ -53,6 +54,7 @@ def layer_mlps(model: PreTrainedModel) -> list[LayerMLP]:
         ConfigError: a layer without exactly one such MLP (experts, Conv1D, another activation), or a configuration
             without a single width.
     """
+    # families with a width for each layer have a list here
     width = getattr(model.config.get_text_config(decoder=True), "intermediate_size", None)
     if not isinstance(width, int):
         raise ConfigError(
@@ -72,6 +74,7 @@ def _mlp_of(layer: nn.Module, path: str, width: int, prove: Callable[[nn.Module]
         rule = prove(module)
         if isinstance(rule, str):
             reasons.append(f"{type(module).__name__}: {rule}")
+        # rows and columns of a quantised or adapted layer cannot be cut out
         elif rule is not None and all(is_plain(linear) for linear in rule.linear_layers(module)):
             candidates.append(LayerMLP(f"{path}.{name}", module, rule))
     if len(candidates) == 1 and getattr(candidates[0].down, "in_features", None) == width:
@@ -109,7 +112,7 @@ def narrow_mlps(model: PreTrainedModel, units: Sequence[Tensor]) -> PreTrainedMo
     try:
         with torch.device("meta"):
             # on the meta device: no memory for weights that `fill` replaces
-            student = type(model)._from_config(config, dtype=model.dtype)
+            student = new_model(type(model), config, dtype=model.dtype)
         fill(student, state, dict(model.named_buffers(remove_duplicate=False)))
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
         raise ConfigError(

@@ -9,9 +9,6 @@ that parameter's own. FSDP2 then finds nothing to reduce. In every other forward
 """
 
 import contextlib
-import inspect
-from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ...compat.modules import has_backward_hooks
+from ...compat.recognitions import tensor_parallel_style
+from ...compat.torch_internals import mixed_precision_of, without_gathering
 from ...errors import ConfigError
 from ...kernels.types import RowSelection, VocabParallel
 from ...losses.model_parts import Head, head_rows, output_module
 from ...plugins import KEEPS_ROWS
-
-_TP_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"
 
 
 def mark_sharded(model: nn.Module, keep: bool = True) -> None:
@@ -50,7 +48,7 @@ def why_gathered(model: nn.Module) -> str | None:
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return f"its output head is a {type(head).__name__}, and no plain linear layer"
     # they would see gradients of a forward that does not run
-    if head._backward_hooks or head._backward_pre_hooks:
+    if has_backward_hooks(head):
         return "its output head has backward hooks"
     get = getattr(model, "get_input_embeddings", lambda: None)
     if getattr(get(), "weight", None) is head.weight:
@@ -126,24 +124,25 @@ class ShardedHead:
         return self._local(weight), None if bias is None else self._local(bias)
 
     @property
-    def _fsdp(self) -> Any:
-        """Return the state of the FSDP2 unit, None in tensor parallelism."""
-        return self.module._get_fsdp_state() if self.tokens == "sharded" else None
+    def _dtypes(self) -> Any:
+        """Return the `MixedPrecisionPolicy` of the FSDP2 unit, None in tensor parallelism."""
+        return mixed_precision_of(self.module) if self.tokens == "sharded" else None
 
     def _local(self, parameter: DTensor) -> Tensor:
-        local, fsdp = parameter.to_local(), self._fsdp
-        if fsdp is None or torch.is_autocast_enabled(local.device.type):
+        local, dtypes = parameter.to_local(), self._dtypes
+        if dtypes is None or torch.is_autocast_enabled(local.device.type):
             return local
-        return local.to(fsdp._mp_policy.param_dtype or local.dtype)
+        # FSDP2's mixed precision casts what it gathers; a shard that is not gathered is cast here
+        return local.to(dtypes.param_dtype or local.dtype)
 
     def inputs(self, hidden: Tensor) -> Tensor:
         """Return hidden states as the module's own forward would get them from the engine's hooks."""
-        fsdp = self._fsdp
+        dtypes = self._dtypes
         if isinstance(hidden, DTensor):  # of sequence parallelism
             return hidden.redistribute(placements=[Replicate()]).to_local()
-        if fsdp is None or not fsdp._mp_policy.cast_forward_inputs:
+        if dtypes is None or not dtypes.cast_forward_inputs:
             return hidden
-        return hidden.to(fsdp._mp_policy.param_dtype or hidden.dtype)
+        return hidden.to(dtypes.param_dtype or hidden.dtype)
 
     def whole(self) -> Head:
         """Return the whole head of tensor parallelism, whose gradient is the same on all ranks.
@@ -174,31 +173,17 @@ class ShardedHead:
         bias = None if bias is None else bias.full_tensor().to(hidden.dtype)
         return F.linear(hidden, weight.to(hidden.dtype), bias)
 
-    @contextlib.contextmanager
-    def without_gathering(self) -> Iterator[None]:
-        """Within the context, calling the module does not gather it."""
-        module, fsdp = self.module, self._fsdp
-        if fsdp is None:
-            yield
-            return
-        of_fsdp = {handle.id for handle in (fsdp._pre_forward_hook_handle, fsdp._post_forward_hook_handle)}
-        before, after = module._forward_pre_hooks, module._forward_hooks
-        module._forward_pre_hooks = OrderedDict((k, v) for k, v in before.items() if k not in of_fsdp)
-        module._forward_hooks = OrderedDict((k, v) for k, v in after.items() if k not in of_fsdp)
-        try:
-            yield
-        finally:
-            module._forward_pre_hooks, module._forward_hooks = before, after
+    def without_gathering(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context within which calling the module does not gather it."""
+        return without_gathering(self.module) if self.tokens == "sharded" else contextlib.nullcontext()
 
 
 def is_tensor_parallel(module: nn.Module | None) -> bool:
     """Whether transformers' tensor parallelism has sharded a linear head by rows, its hidden states replicated."""
-    forward: Any = None if module is None else vars(module).get("forward")
-    if not isinstance(module, nn.Linear) or getattr(forward, "__qualname__", "") != _TP_FORWARD:
+    if not isinstance(module, nn.Linear) or tensor_parallel_style(module) != "ColwiseParallel":
         return False
-    style = inspect.getclosurevars(forward).nonlocals.get("self")
     weight = getattr(module, "weight", None)
-    return type(style).__name__ == "ColwiseParallel" and isinstance(weight, DTensor) and _by_rows(weight)
+    return isinstance(weight, DTensor) and _by_rows(weight)
 
 
 def _by_rows(weight: DTensor) -> bool:

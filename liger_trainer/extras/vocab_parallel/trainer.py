@@ -85,7 +85,9 @@ def _costs_more(trainer: TrainerHost, model: nn.Module) -> str | None:
     args, ranks, rows = trainer.args, trainer.accelerator.num_processes, head_rows(model)
     if not args.max_length:
         return "max_length is not set, so the tokens of a batch are not known"
+    # at most: rows may be shorter
     tokens = ranks * args.per_device_train_batch_size * args.max_length
+    # the smaller of both, by the docstring's count
     if 3 * tokens > 2 * rows:
         return f"a batch of {tokens} tokens on all ranks is more to move than its {rows} rows"
     return None
@@ -98,10 +100,12 @@ def _prepare_apart(accelerator: Any, head: nn.Module | None) -> None:
             "vocab_parallel: this release of accelerate does not say which modules become FSDP2 units. "
             "Set vocab_parallel to never, or take the release that pyproject.toml names."
         )
+    # the attribute of this accelerator, not of its class: others stay as they are
     prepare, policy_of = accelerator.prepare, fsdp_utils.fsdp2_prepare_auto_wrap_policy
 
     def with_head(plugin: Any, model: nn.Module) -> Any:
         policy = policy_of(plugin, model)
+        # the head as well as what accelerate's policy says
         return lambda module: module is head or (policy is not None and policy(module))
 
     @functools.wraps(prepare)

@@ -21,7 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ...common.console import announce
 from ...common.replacements import Replacements
+from ...compat.models import ADAPTER_SETTINGS
 from ...compat.modules import is_hooked, parameter_places
+from ...compat.torch_internals import in_backward
 from ...errors import ConfigError
 from ...losses.model_parts import decoder_layers
 from .layer_graphs import (
@@ -42,7 +44,7 @@ REMEMBERED = 64  # shapes whose passes are counted
 # Products of a layer's forward, in FLOP, up to which an H100 waits for the host: `auto` records no larger layers.
 HOST_BOUND = 2e12
 # Attributes of dropout and of PEFT's layers that a recording holds as constants, and that a callback may change.
-SETTINGS = {"p", "scaling", "merged_adapters", "_active_adapter", "_disable_adapters"}
+SETTINGS = {"p", "scaling", "merged_adapters", *ADAPTER_SETTINGS}
 
 
 class GraphedLayers:
@@ -116,7 +118,7 @@ class GraphedLayers:
             self._off is None
             and torch.is_grad_enabled() is self._trained is layer.training
             and not torch.compiler.is_compiling()
-            and torch._C._current_graph_task_id() == -1
+            and not in_backward()
             and self._thread in (None, threading.get_ident())
         )
 
@@ -201,7 +203,7 @@ class GraphedLayers:
         assert self._recorder is not None
         self._recorder.take_turn()
         ours = self._gradient_addresses
-        for parameter in self._parameters():
+        for parameter in self._all_parameters():
             if parameter.grad is not None and parameter.grad.data_ptr() in ours:
                 parameter.grad = parameter.grad.clone()
         turn = Turn(sum(graph.trains for graph in graphs))
@@ -239,12 +241,12 @@ class GraphedLayers:
         self.report = f"CUDA graphs: {len(graphs)} layers of the {self.name}, hidden states of {', '.join(self._sizes)}"
         announce(self.report)
 
-    def _parameters(self) -> list[Any]:
+    def _all_parameters(self) -> list[Any]:
         return [p for parameters, name in self._places if (p := parameters.get(name)) is not None]
 
     def _constants(self) -> tuple[Any, ...]:
         """Return what a graph holds that may change: where weights are, which are trained, and numbers of modules."""
-        weights = ((parameter.data_ptr(), parameter.requires_grad) for parameter in self._parameters())
+        weights = ((parameter.data_ptr(), parameter.requires_grad) for parameter in self._all_parameters())
         return *weights, *(_frozen(attributes.get(name)) for attributes, name in self._settings)
 
     def _give_up(self, reason: str) -> None:
@@ -261,7 +263,7 @@ class GraphedLayers:
         self._forget()
 
     def _forget(self) -> None:
-        for parameter in self._parameters() if self._graphs else ():
+        for parameter in self._all_parameters() if self._graphs else ():
             if parameter.grad is not None and parameter.grad.data_ptr() in self._gradient_addresses:
                 parameter.grad = parameter.grad.clone()
         self._graphs, self._calls, self._recorder, self._pass = {}, {}, None, None

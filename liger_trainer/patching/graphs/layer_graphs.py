@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..packing.documents import DocumentMask
+from ...compat.modules import own_parameters
+from ..packing.packed_attention import DocumentMask
 
 # What a layer is called with, taken apart into tensors and a structure that two calls can be compared by.
 
@@ -428,8 +429,8 @@ def _in_place_of(aliases: dict[nn.Parameter, nn.Parameter], layer: nn.Module) ->
     graph of then. That is not the stream that is recorded.
     """
     changed = [
-        (module._parameters, name, parameter)
-        for module in layer.modules() for name, parameter in module._parameters.items()
+        (own_parameters(module), name, parameter)
+        for module in layer.modules() for name, parameter in own_parameters(module).items()
         if parameter is not None and parameter in aliases
     ]  # fmt: skip
     try:

@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from ...common.replacements import Replacements
-from ...compat.code_objects import always_reads_after, globals_read, inner_functions, rebound
+from ...compat.code_objects import always_reads_after, globals_read, inner_functions, names_read, rebound
+from ...compat.modules import own_children
 from .. import structure
 from ..options import PatchOptions, PatchReport
 from .deferred_norm import can_wait, deferring_forward
@@ -93,9 +94,7 @@ def _norms_that_can_wait(
 ) -> dict[nn.Module, NormRule]:
     """Return the norms of queries and keys with their rules; none unless the rotation of both follows on every path."""
     for method, functions in served.items():
-        reading = [
-            f for f in inner_functions(getattr(type(module), method)) if set(functions) & set(f.__code__.co_names)
-        ]
+        reading = [f for f in inner_functions(getattr(type(module), method)) if set(functions) & set(names_read(f))]
         if len(reading) != 1:  # which of several functions runs is not to be seen from the code
             continue
         for names in _norm_pairs(module):
@@ -108,10 +107,11 @@ def _norms_that_can_wait(
 
 def _norm_pairs(module: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the names of children that look like norms of queries and keys: q_norm and k_norm."""
-    for name in module._modules:
+    children = own_children(module)
+    for name in children:
         match = _NORM_OF_QUERIES.fullmatch(name)
         other = f"{'k' if match[1] == 'q' else 'key'}{match[2]}" if match else None
-        if other in module._modules and module._modules[name] is not None and module._modules[other] is not None:
+        if other in children and children[name] is not None and children[other] is not None:
             yield name, other
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.modules import is_hooked
+from ...compat.modules import accelerate_hook, is_hooked
 from ...kernels.qk_norm_rope import qk_norm_rope
 from .norms import NormRule
 
 
 def is_watched(module: nn.Module) -> bool:
     """Whether hooks see what a module takes and returns, or offload its weights when it has returned."""
-    return is_hooked(module) or "_hf_hook" in vars(module)
+    return is_hooked(module) or accelerate_hook(module) is not None
 
 
 @dataclass(eq=False)

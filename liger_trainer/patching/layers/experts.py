@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
-from transformers.integrations.moe import (
-    ALL_EXPERTS_FUNCTIONS,
-    batched_mm_experts_forward,
-    grouped_mm_experts_forward,
-)
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward, grouped_mm_experts_forward
 
 from ...common.replacements import Replacements
-from ...compat.modules import is_called
+from ...compat.code_objects import without_decorator
+from ...compat.models import GATE, apply_gate, experts_implementation, has_swapped_features, is_expert_parallel
+from ...compat.modules import is_called, own_children, own_parameters, without_child
+from ...compat.recognitions import EXPERTS, calls_gate, check
 from ...kernels.gated_linear import gated_reference
 from ...kernels.lora_experts import StackedProjection, lora_experts, lora_experts_reference
 from ...kernels.types import Gate
@@ -77,35 +76,37 @@ def patch_experts(model: nn.Module, options: PatchOptions, replacements: Replace
     for module, rule in structure.proved_layers(model, replacements, report, looks_like_experts, prove):
         if getattr(options, OPTIONS[GATED[rule.activation]]):
             note_activations(module, replacements)
-            replacements.set(module, "_apply_gate", types.MethodType(_apply_gate(rule), module))
+            replacements.set(module, GATE, types.MethodType(_gate(rule), module))
             report.swap(rule.kind)
 
 
-def _apply_gate(rule: GateRule) -> Callable[..., Tensor]:
-    def apply_gate(module, packed):
-        return type(module)._apply_gate(module, packed) if calls_other_children(module) else rule(module, packed)
+def _gate(rule: GateRule) -> Callable[..., Tensor]:
+    def gate(module, packed):
+        return apply_gate(module, packed) if calls_other_children(module) else rule(module, packed)
 
-    return apply_gate
+    return gate
 
 
 def looks_like_experts(module: nn.Module) -> bool:
     """Whether it holds the weights of several experts in 3-D parameters."""
-    return sum(tensor.dim() == 3 for tensor in module._parameters.values() if tensor is not None) >= 2
+    return sum(tensor.dim() == 3 for tensor in own_parameters(module).values() if tensor is not None) >= 2
 
 
 def prove_experts(module: nn.Module) -> GateRule | str | None:
     """Return the rule that holds for the gate of stacked experts, why none does, or None if these are no experts."""
-    if not hasattr(type(module), "_apply_gate"):
-        looks = all(any(word in name for name in module._parameters) for word in ("gate", "down"))
+    if not hasattr(type(module), GATE):
+        check(EXPERTS)
+        looks = all(any(word in name for name in own_parameters(module)) for word in ("gate", "down"))
         return (
             "its experts run by a loop of their own, without an `_apply_gate` that could be replaced" if looks else None
         )
-    if "_apply_gate" in vars(module):
+    if GATE in vars(module):
         return "its `_apply_gate` has been replaced"
     rule = prove_gate(module)
-    if isinstance(rule, GateRule) and not _calls_apply_gate(module):
+    if isinstance(rule, GateRule) and not _calls_gate(module):
+        check(EXPERTS)
         return (
-            f"its implementation ({_implementation(module)}) does not call `_apply_gate`: "
+            f"its implementation ({experts_implementation(module)}) does not call `_apply_gate`: "
             'load the model with experts_implementation="grouped_mm"'
         )
     return rule
@@ -113,7 +114,7 @@ def prove_experts(module: nn.Module) -> GateRule | str | None:
 
 def prove_gate(module: nn.Module) -> GateRule | str | None:
     """Return the rule that holds for the gate of an experts' class, whatever runs it; else as `prove_experts`."""
-    if not hasattr(type(module), "_apply_gate"):
+    if not hasattr(type(module), GATE):
         return None
     if not getattr(module, "has_gate", True):
         return "its experts are not gated"
@@ -129,7 +130,7 @@ def _check(module: nn.Module, rule: GateRule) -> tuple[int, str | None]:
             small: Any = structure.miniature(module, {}, {}, training)
             packed = random_rows(2 * INNER, dtype).requires_grad_()
             try:
-                theirs = type(small)._apply_gate(small, packed)
+                theirs = apply_gate(small, packed)
             except Exception as error:
                 return passed, structure.failure(error)
             ours = rule(module, packed, plain=True)
@@ -139,16 +140,10 @@ def _check(module: nn.Module, rule: GateRule) -> tuple[int, str | None]:
     return len(CASES), None
 
 
-def _implementation(module: nn.Module) -> str | None:
-    return getattr(getattr(module, "config", None), "_experts_implementation", None)
-
-
-def _calls_apply_gate(module: nn.Module) -> bool:
-    """Whether the code that runs these experts names `_apply_gate`: the loop ("eager") has the gate inside."""
-    forward = type(module).forward
-    original = getattr(forward, "__wrapped__", forward)
-    function = ALL_EXPERTS_FUNCTIONS.get_interface(_implementation(module) or "eager", original)
-    return "_apply_gate" in getattr(getattr(function, "__code__", None), "co_names", ())
+def _calls_gate(module: nn.Module) -> bool:
+    """Whether the code that runs these experts names their gate: the loop ("eager") has the gate inside."""
+    original = without_decorator(type(module).forward)
+    return calls_gate(ALL_EXPERTS_FUNCTIONS.get_interface(experts_implementation(module) or "eager", original))
 
 
 # Stacked experts whose weights are frozen, with PEFT's LoRA on them or without, on the op `lora_experts`.
@@ -198,7 +193,7 @@ def patch_stacked_experts(
         if module in inner or not (wrapped or _is_frozen(module)):
             continue
         inner.update(chain[1:])
-        replaced = "_apply_gate" in vars(chain[-1]) and chain[-1] not in replacements
+        replaced = GATE in vars(chain[-1]) and chain[-1] not in replacements
         rule = "its `_apply_gate` has been replaced" if replaced else prove(chain[-1])
         if rule is None and not wrapped:
             continue
@@ -207,7 +202,7 @@ def patch_stacked_experts(
             _leave(report, chain, refused)
             continue
         for wrapper in chain[1:-1]:
-            replacements.claim(wrapper)
+            replacements.mark_as_patched(wrapper)
         note_activations(chain[-1], replacements)
         replacements.forward(module, stacked_forward(rule))
         report.swap("LoRA experts" if wrapped else "frozen experts")
@@ -242,7 +237,7 @@ def _chain(module: nn.Module) -> list[Any]:
 
 
 def _is_frozen(module: nn.Module) -> bool:
-    weights = [module._parameters.get(name) for name in PARAMETERS]
+    weights = [own_parameters(module).get(name) for name in PARAMETERS]
     return all(weight is not None and not weight.requires_grad for weight in weights)
 
 
@@ -277,7 +272,7 @@ def read(module: nn.Module, rule: ExpertsRule) -> list[StackedProjection]:
         raise Ineligible("the experts are hooked or have another forward")
     if not _is_theirs(base):
         raise Ineligible(_foreign(base))
-    if getattr(base, "_is_expert_parallel", False):
+    if is_expert_parallel(base):
         raise Ineligible("the experts are spread over several devices")
     if calls_other_children(base):
         raise Ineligible("their activation is hooked or has another forward")
@@ -288,7 +283,7 @@ def read(module: nn.Module, rule: ExpertsRule) -> list[StackedProjection]:
 
 
 def _layer(base: Any, name: str, wrapper: Any, transposed: bool) -> StackedProjection:
-    bias = base._parameters.get(f"{name}_bias")
+    bias = own_parameters(base).get(f"{name}_bias")
     if bias is not None and (bias.requires_grad or type(bias) not in WEIGHTS):
         raise Ineligible(f"{name}_bias is trained or sharded")
     factors = () if wrapper is None else _factors(wrapper, transposed)
@@ -301,7 +296,7 @@ def _layer(base: Any, name: str, wrapper: Any, transposed: bool) -> StackedProje
 
 def _weight(base: Any, name: str, transposed: bool) -> Tensor | Callable[[], Tensor]:
     """Return (experts, outputs, inputs), or a function that makes it of a parametrised (quantised) parameter."""
-    weight = base._parameters.get(name)
+    weight = own_parameters(base).get(name)
     if weight is not None:
         if weight.requires_grad:
             raise Ineligible("the experts are trained too")
@@ -322,9 +317,9 @@ def _weight(base: Any, name: str, transposed: bool) -> Tensor | Callable[[], Ten
 
 def _factors(wrapper: Any, transposed: bool) -> list[tuple[Tensor, Tensor]]:
     """Return (experts, r, inputs) and (experts, outputs, r) of each adapter that counts now, scaled."""
-    if wrapper._disable_adapters and wrapper.merged:
+    if wrapper.disable_adapters and wrapper.merged:
         raise Ineligible("the adapters are to be taken out of the weight")
-    if wrapper._disable_adapters or wrapper.merged:
+    if wrapper.disable_adapters or wrapper.merged:
         return []
     return [_factor(wrapper, name, transposed) for name in wrapper.active_adapters if name in wrapper.lora_A]
 
@@ -339,8 +334,7 @@ def _factor(wrapper: Any, name: str, transposed: bool) -> tuple[Tensor, Tensor]:
     rows = a.weight.reshape(count, -1, a.weight.shape[-1])  # (experts, r, inputs of A)
     columns = b.weight.reshape(b.weight.shape[0], -1, count).permute(2, 0, 1)  # (experts, outputs of B, r)
     # PEFT 0.20 takes the parameter's second dimension for A's, newer releases its third where that is the input's.
-    swapped = getattr(wrapper, "_did_swap_in_out_features", False)
-    if swapped == transposed:  # A is on the experts' outputs
+    if has_swapped_features(wrapper) == transposed:  # A is on the experts' outputs
         rows, columns = columns.transpose(1, 2), rows.transpose(1, 2)
     return rows, columns * wrapper.scaling[name]
 
@@ -369,24 +363,21 @@ def prove_stacked(module: nn.Module) -> ExpertsRule | str | None:
 
 def _without_parametrizations(module: nn.Module) -> nn.Module:
     """Return a module of its former class, where torch has made it another to parametrise (quantise) its weights."""
-    if "parametrizations" not in module._modules:
+    if "parametrizations" not in own_children(module):
         return module
-    plain = object.__new__(type(module).__bases__[0])
-    children = {name: child for name, child in module._modules.items() if name != "parametrizations"}
-    vars(plain).update({**vars(module), "_modules": children})
-    return plain
+    return without_child(module, "parametrizations", type(module).__bases__[0])
 
 
 def _is_theirs(module: nn.Module) -> bool:
     """Whether the experts run by their own loop, or by transformers' grouped or batched products."""
     forward = type(module).forward
     original = inspect.unwrap(forward)
-    function = ALL_EXPERTS_FUNCTIONS.get_interface(_implementation(module) or "eager", original)
+    function = ALL_EXPERTS_FUNCTIONS.get_interface(experts_implementation(module) or "eager", original)
     return function is original or function in _THEIRS
 
 
 def _foreign(module: nn.Module) -> str:
-    return f"the experts' implementation ({_implementation(module)}) is none of transformers' own"
+    return f"the experts' implementation ({experts_implementation(module)}) is none of transformers' own"
 
 
 def _stacked_disproof(module: nn.Module, rule: ExpertsRule) -> str | None:
@@ -415,7 +406,7 @@ def _experts_miniature(module: nn.Module, rule: ExpertsRule, dtype: torch.dtype)
     for name, (outputs, inputs) in sizes.items():
         shape = (count, inputs, outputs) if rule.transposed else (count, outputs, inputs)
         small[name] = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") / inputs**0.5
-        if f"{name}_bias" in module._parameters:
+        if f"{name}_bias" in own_parameters(module):
             small[f"{name}_bias"] = torch.randn(count, outputs, generator=generator, dtype=torch.float32, device="cpu")
     small = {name: nn.Parameter(values.to(dtype), requires_grad=False) for name, values in small.items()}
     return structure.miniature(module, small, {})

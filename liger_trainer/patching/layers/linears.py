@@ -7,8 +7,6 @@ is wanted, or one of them is more than its weight and bias, each is computed by 
 import ast
 import copy
 import functools
-import inspect
-import textwrap
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...common.replacements import Replacements
-from ...compat.modules import is_called, is_hooked
+from ...compat.code_objects import forward_source
+from ...compat.modules import is_called, is_hooked, own_children
+from ...compat.torch_internals import version_of
 from ...kernels.activation_linear import activation_linear
 from ...kernels.gated_linear import gated_linear
 from ...kernels.geglu import geglu
@@ -86,7 +86,7 @@ def patch_linears(model: nn.Module, options: PatchOptions, replacements: Replace
         return
     for module in model.modules():
         for names in layers_of_one_input(type(module)):
-            layers = [layer for name in names if _is_trained(layer := module._modules.get(name))]
+            layers = [layer for name in names if _is_trained(layer := own_children(module).get(name))]
             if len(set(map(id, layers))) < 2 or any(layer in replacements for layer in layers):
                 continue
             group = SharedInput(list(dict.fromkeys(layers)))
@@ -127,20 +127,6 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | Non
     return linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers])  # pyright: ignore
 
 
-# The source of a module's own forward, for what only a reading of it can tell.
-
-
-@functools.cache
-def forward_source(kind: type) -> ast.FunctionDef | None:
-    """Return the forward of a class of modules; None where there is no source, or more than one function."""
-    try:
-        source = inspect.getsource(inspect.unwrap(kind.forward))  # pyright: ignore[reportAttributeAccessIssue]
-        (function,) = ast.parse(textwrap.dedent(source)).body
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return None
-    return function if isinstance(function, ast.FunctionDef) else None
-
-
 # Layers that read one tensor, computed together: an attention's projections to queries, keys and values.
 #
 # The attention calls them one after the other. The first call computes all of them, and the others take what is waiting
@@ -165,7 +151,7 @@ class SharedInput(threading.local):
     def __init__(self, layers: Sequence[nn.Module]):
         self.layers = layers  # the same list in every thread, each of which runs this
         self._x: Tensor | None = None
-        self._version = 0
+        self._version: int | None = None
         self._waiting: dict[int, Tensor] = {}  # by index of the layer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SharedInput":
@@ -188,8 +174,8 @@ class SharedInput(threading.local):
             if outputs is None:
                 return None
             self._waiting = dict(enumerate(outputs))
-            self._x, self._version = x, _version(x)
-        if self._x is not x or self._version != _version(x):
+            self._x, self._version = x, version_of(x)
+        if self._x is not x or self._version != version_of(x):
             return None
         output = self._waiting.pop(index, None)
         if not self._waiting:
@@ -198,11 +184,6 @@ class SharedInput(threading.local):
 
     def _forget(self) -> None:
         self._x, self._waiting = None, {}
-
-
-def _version(x: Tensor) -> int:
-    """Return what changes when x is written into. In torch.inference_mode nothing is counted."""
-    return 0 if x.is_inference() else x._version
 
 
 @functools.cache

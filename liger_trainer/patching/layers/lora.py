@@ -23,7 +23,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from ...common.replacements import Replacements
-from ...compat.modules import is_called, is_hooked
+from ...compat.modules import accelerate_hook, forward_is_moved, is_called, is_hooked, own_children
 from ...kernels.lora_linear import lora_linear, lora_linear_reference
 from ...kernels.lora_linears import lora_linears
 from ...kernels.lora_mlp import lora_mlp
@@ -65,7 +65,7 @@ def patch_lora(model: nn.Module, options: PatchOptions, replacements: Replacemen
 def _share_inputs(module: nn.Module, replacements: Replacements) -> None:
     """Have the LoRA layers that a module calls with one tensor computed by one op."""
     for names in layers_of_one_input(type(module)):
-        layers = [layer for name in names if _is_ours(layer := module._modules.get(name))]
+        layers = [layer for name in names if _is_ours(layer := own_children(module).get(name))]
         if len(layers) < 2 or len(set(map(id, layers))) < len(layers):
             continue
         group = SharedInput(layers)
@@ -140,7 +140,7 @@ def read(module: Any, x: Tensor | None) -> Projection:
     Raises:
         Ineligible: PEFT's forward has to run.
     """
-    if module._disable_adapters:
+    if module.disable_adapters:
         raise Ineligible("adapters are disabled")
     if module.merged_adapters:
         raise Ineligible("adapters are merged into the weight")
@@ -214,10 +214,9 @@ def dequantized(state: Any, weight: Tensor) -> Tensor:
 
 def _only_aligns_devices(linear: Any) -> bool:
     """Whether accelerate has replaced its forward only to move inputs: hooks on larger modules have moved them."""
-    hook = vars(linear).get("_hf_hook")
     return (
-        "_old_forward" in vars(linear)
-        and getattr(hook, "offload", True) is False
+        forward_is_moved(linear)
+        and getattr(accelerate_hook(linear), "offload", True) is False
         and type(linear.weight) in (nn.Parameter, Tensor)
         and not is_hooked(linear)
     )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.replacements import Replacements
-from ...compat.modules import is_called
+from ...compat.modules import is_called, own_children
 from ...errors import ConfigError
 from ...kernels.activation_linear import activation_reference
 from ...kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
@@ -189,7 +189,7 @@ def mlp_forward(rule: MLPRule, lora: bool) -> Callable[..., Tensor]:
 
 def note_activations(module: nn.Module, replacements: Replacements, linear_layers: Collection[str] = ()) -> None:
     """Note what a module, which was proved with it, calls besides its linear layers."""
-    children = {name: child for name, child in module._modules.items() if name not in linear_layers}
+    children = {name: child for name, child in own_children(module).items() if name not in linear_layers}
     functions = {
         name: value for name, value in vars(module).items()
         if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)) and "forward" not in name
@@ -200,10 +200,10 @@ def note_activations(module: nn.Module, replacements: Replacements, linear_layer
 def calls_other_children(module: nn.Module, linear_layers: Collection[str] = ()) -> bool:
     """Whether a child that our forward does not call, the activation, makes a difference: it has hooks or a new
     forward, or is another one than when the module was proved."""
-    for name, child in module._modules.items():
+    for name, child in own_children(module).items():
         if name not in linear_layers and child is not None and any(is_called(m) for m in child.modules()):
             return True
-    own, children = vars(module), module._modules
+    own, children = vars(module), own_children(module)
     proved = own.get(structure.PROVED, {})
     return any((children[name] if name in children else own.get(name)) is not proved[name] for name in proved)
 
@@ -219,7 +219,7 @@ def prove_mlp(module: nn.Module) -> MLPRule | str | None:
     likely = any(rule.layout != "ungated" for rule in rules)
     inputs = structure.inputs_of(type(module).forward)
     if inputs is None or len(inputs) != 1:
-        if likely and inputs is not None and any("gate" in name for name in module._modules):
+        if likely and inputs is not None and any("gate" in name for name in own_children(module)):
             return f"it takes {', '.join(inputs)}, where an MLP has one input"
         return None
     states = [
@@ -310,8 +310,16 @@ def remake_mlps(
     Raises:
         ConfigError: there is none, or the decoder layers are not recognised.
     """
+
+    def can(module: nn.Module) -> bool:
+        rule = vars(module).get(RULE)
+        linears = [] if rule is None else rule.linear_layers(module)
+        if not linears:
+            return False
+        return all(map(is_weight_and_bias, linears)) or (options.lora and is_lora_mlp(linears))
+
     # Layers without such an MLP don't count, so that every n-th of those that can saves memory.
-    layers = [mlps for layer in decoder_layers(model)[1] if (mlps := _mlps_of(layer, options.lora))]
+    layers = [mlps for layer in decoder_layers(model)[1] if (mlps := [*filter(can, layer.modules())])]
     if not layers:
         raise ConfigError(
             f"No MLP of this {type(model).__name__} can make gate and up again. It takes a patched MLP, "
@@ -323,14 +331,3 @@ def remake_mlps(
         for mlp in mlps:
             replacements.set(mlp, REMADE, True)
     report.swap(REMADE, len(chosen))
-
-
-def _mlps_of(layer: nn.Module, lora: bool) -> list[nn.Module]:
-    """Return the MLPs in a decoder layer that can, as they are now."""
-    ruled = [(module, vars(module).get(RULE)) for module in layer.modules()]
-    candidates = [(module, rule.linear_layers(module)) for module, rule in ruled if rule is not None]
-    return [
-        module
-        for module, linears in candidates
-        if all(map(is_weight_and_bias, linears)) or (lora and is_lora_mlp(linears))
-    ]

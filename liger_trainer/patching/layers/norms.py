@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.replacements import Replacements
+from ...compat.modules import own_buffers, own_children
 from ...kernels.gated_rms_norm import ACTIVATIONS, gated_rms_norm, gated_rms_norm_reference
 from ...kernels.layer_norm import layer_norm, layer_norm_reference
 from ...kernels.rms_norm import rms_norm, rms_norm_reference
@@ -90,7 +91,7 @@ class NormRule:
             weight = weight + self.form.offset
         if self.autocast == "narrow" and torch.is_autocast_enabled():
             narrow = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = (t if t is None else t.to(narrow) for t in (x, weight, bias))
+            x, weight, bias = x.to(narrow), *(None if p is None else p.to(narrow) for p in (weight, bias))
         elif self.autocast == "widen" and widens and x.element_size() < 4 and torch.is_autocast_enabled(x.device.type):
             x = x.float()
         if centred:
@@ -128,7 +129,7 @@ def norm_forward(rule: NormRule) -> Callable[..., Tensor]:
 def looks_like_a_norm(module: nn.Module) -> bool:
     tensors = structure.tensors(module)
     return (
-        not module._modules
+        not own_children(module)
         and len(tensors) <= 2
         and all(tensor.dim() == 1 for tensor in tensors.values())
         and bool(_places_of_eps(module))
@@ -169,7 +170,7 @@ def _rules(module: nn.Module) -> Iterator[NormRule]:
                 continue
             for autocast in AUTOCAST:
                 yield NormRule(form, weight, bias, eps, autocast)
-        if weight in module._buffers:  # it may be there for the kernels of others, as in FalconMamba
+        if weight in own_buffers(module):  # it may be there for the kernels of others, as in FalconMamba
             yield NormRule(NormForm("RMSNorm"), None, bias, eps)
 
 
@@ -284,7 +285,9 @@ def patch_gated_norms(model: nn.Module, options: PatchOptions, replacements: Rep
         replacements.forward(module, gated_norm_forward(rule))
         report.swap(GATED_KIND)
     for module in filter(looks_like_a_gated_norm, model.modules()):
-        replacements.claim(module)  # also those that stay, of which `patch_norms` would say that they have two inputs
+        replacements.mark_as_patched(
+            module
+        )  # also those that stay, of which `patch_norms` would say that they have two inputs
 
 
 def gated_norm_forward(rule: GatedNormRule) -> Callable[..., Tensor]:
@@ -300,7 +303,7 @@ def gated_norm_forward(rule: GatedNormRule) -> Callable[..., Tensor]:
 def looks_like_a_gated_norm(module: nn.Module) -> bool:
     """Whether it is a leaf with a 1-D weight and an eps, whose second input is called a gate."""
     tensors = structure.tensors(module)
-    if module._modules or len(tensors) != 1 or not any(name in vars(module) for name in EPS):
+    if own_children(module) or len(tensors) != 1 or not any(name in vars(module) for name in EPS):
         return False
     inputs = list(inspect.signature(type(module).forward).parameters)[1:]
     return len(inputs) == 2 and "gate" in inputs[1] and all(tensor.dim() == 1 for tensor in tensors.values())

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ...compat.torch_internals import FakeTensor
 from ...kernels.rope import rope, rope_reference
 from ..structure import on_miniatures
 from .deferred_norm import DeferredNorm, norm_and_rotate
@@ -148,7 +148,10 @@ def rotate(
         together = norm_and_rotate(q, k, cos, sin, heads_dim, rule.promotes, rule.options())
         if together is not None:
             return together
-    q, k = (_promoted(x.compute() if isinstance(x, DeferredNorm) else x, cos, rule) for x in (q, k))
+    q, k = (x.compute() if isinstance(x, DeferredNorm) else x for x in (q, k))
+    # Under autocast the products that follow take half precision anyway, so nothing is widened before them.
+    if rule.promotes and not torch.is_autocast_enabled(q.device.type):
+        q, k = (x.to(torch.promote_types(x.dtype, cos.dtype)) for x in (q, k))
     if rule.trailing:  # as many of the last columns as there are angles
         first = q.shape[-1] - cos.shape[-1] * (2 if rule.half_width else 1)
         rule = dataclasses.replace(rule, trailing=False)
@@ -162,13 +165,6 @@ def rotate(
         return op(q, k, cos, sin, **rule.options())
     q, k = op(q.transpose(1, 2), k.transpose(1, 2), cos, sin, **rule.options())
     return q.transpose(1, 2), k.transpose(1, 2)
-
-
-def _promoted(x: Tensor, cos: Tensor, rule: RotaryRule) -> Tensor:
-    # Under autocast the products that follow take half precision anyway, so nothing is widened before them.
-    if not rule.promotes or torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.promote_types(x.dtype, cos.dtype))
 
 
 def fits(q: Any, k: Any, cos: Any, sin: Any, heads_dim: Any) -> bool:

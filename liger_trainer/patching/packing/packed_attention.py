@@ -1,6 +1,6 @@
 """Attention over packed rows by the lengths of their documents, without a mask and without the flash-attn package.
 
-On a GPU in 16 bits it is our kernel or PyTorch's FlashAttention-2 (documents.py). Where these cannot serve (a CPU,
+On a GPU in 16 bits it is our kernel or PyTorch's FlashAttention-2 (`attend`). Where these cannot serve (a CPU,
 fp32, softcapping, sinks, wide heads), rows are cut at the documents, and the model's former implementation computes one
 document after the other. torchtitan and axolotl chose varlen attention for packed rows before.
 
@@ -9,31 +9,353 @@ has a slice (packed_rows.py). A model gets one by its configuration, for as long
 leaves it out.
 """
 
-import inspect
-from collections.abc import Iterator
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
     sliding_window_causal_mask_function,
 )
-from transformers.modeling_utils import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...common.replacements import Replacements
+from ...common.replacements import Replacements, replaced_in_this_thread
+from ...compat.models import ATTENTION, attention_implementation
+from ...compat.recognitions import (
+    INTERFACE,
+    asks_for_attention,
+    check,
+    compares_with,
+    is_usual_attention,
+    mask_structure,
+)
+from ...compat.torch_internals import FLASH_ATTENTION, version_of
 from ...errors import ConfigError
+from ...kernels.document_attention import document_attention, document_bounds, launches
 from ..options import PatchReport
-from . import documents as flash
-from .documents import DocumentMask, Documents, MaskMaker, numbers_of_documents
+
+# Which tokens of packed rows see one another, told by lengths in place of a mask of the row's length squared.
+#
+# transformers describes a mask by functions of positions, nested, and asks the attention implementation of a model to
+# make the tensor. Where those functions say no more than "causal, within a window, within a document", `MaskMaker`
+# returns a `DocumentMask` instead, as FlexAttention returns its BlockMask. The model hands it to its attention like any
+# mask, gradient checkpointing included, so no attention can miss it.
+
+
+MaskFunction = Callable[..., Any]
+
+_padded_on_the_right = ContextVar("padded_on_the_right", default=False)
+
+
+@contextlib.contextmanager
+def padded_on_the_right(padded: bool = True) -> Iterator[None]:
+    """Within the context, padding stands behind the tokens of each row, where causal attention does not see it.
+
+    Then attention needs no mask, and nobody has to look at the one that came with the batch, which waits for the
+    device. What stands at the padding itself differs.
+    """
+    before = _padded_on_the_right.set(padded)
+    try:
+        yield
+    finally:
+        _padded_on_the_right.reset(before)
+
+
+@contextlib.contextmanager
+def documents_come_along(come: bool = True) -> Iterator[None]:
+    """Within the context, batches bring the lengths of their documents, so rows do hold several.
+
+    Then transformers need not look at the positions whether they do, which waits for the device.
+    """
+    name = "find_packed_sequence_indices"
+    former = getattr(masking_utils, name)
+    replaced = replaced_in_this_thread(masking_utils, name, numbers_of_documents, former)
+    with replaced if come else contextlib.nullcontext():
+        yield
+
+
+def numbers_of_documents(position_ids: Tensor) -> Tensor:
+    """Number the documents of each row from 0, by positions (rows, length) that begin again in each."""
+    begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
+
+
+class Documents:
+    """Documents that lie end to end, each a separate sequence.
+
+    Args:
+        ends: (documents + 1) int32, ascending from 0 to the number of tokens. Documents may be empty.
+        longest: tokens of the longest document, or more; None: read from `ends`, which waits for the device.
+    """
+
+    def __init__(self, ends: Tensor, longest: int | None = None):
+        self.ends = ends
+        self._longest = longest
+        self._bounds: Tensor | None = None
+
+    @cached_property
+    def longest(self) -> int:
+        return int(self.ends.diff().max()) if self._longest is None else int(self._longest)
+
+    def bounds(self, tokens: int, device: torch.device) -> Tensor:
+        """Return where each token's document begins and ends (`document_bounds`), computed once for all layers. A CUDA
+        graph computes its own, since the ends are others when it is replayed."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return document_bounds(self.ends.to(device), tokens)
+        if self._bounds is None or self._bounds.device != device:
+            with torch.inference_mode(False):  # a later pass may keep them for its backward
+                self._bounds = document_bounds(self.ends.to(device), tokens)
+        return self._bounds
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each document. Waits for the device."""
+        return self.ends.diff().tolist()
+
+    @classmethod
+    def of_rows(cls, rows: int, length: int, index: Tensor | None, device: Any) -> "Documents":
+        """Return the documents of rows laid end to end.
+
+        Args:
+            index: (rows, length), a number for each token that changes where the next document begins; None: each row
+                is one document.
+        """
+        if index is None:
+            return cls(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
+        begins = torch.ones_like(index, dtype=torch.bool)
+        torch.ne(index[:, 1:], index[:, :-1], out=begins[:, 1:])
+        ends = begins.flatten().nonzero().flatten()
+        return cls(torch.cat([ends, ends.new_tensor([index.numel()])]).to(torch.int32))
+
+
+class DocumentMask:
+    """Causal attention within documents, in place of a mask (rows, 1, length, length).
+
+    Args:
+        rows, length: of the batch.
+        index: (rows, length), the number of each token's document in its row; None: one document a row.
+        window: a token sees so many tokens, itself the last of them; None: all before it.
+        device: of the batch.
+        make: makes the mask of the former implementation, for rows that prove to hold one document each.
+    """
+
+    def __init__(
+        self, rows: int, length: int, index: Tensor | None, window: int | None, device: Any,
+        make: Callable[[], Tensor | None],
+    ):  # fmt: skip
+        self.rows, self.length, self.index, self.window, self.device = rows, length, index, window, device
+        self.make, self._read = make, index is not None
+
+    @cached_property
+    def documents(self) -> Documents:
+        """The documents, computed once for all layers that share this mask."""
+        return Documents.of_rows(self.rows, self.length, self.index, self.device)
+
+    @cached_property
+    def tensor(self) -> Tensor | None:
+        """The mask of the former implementation."""
+        return self.make()
+
+    def read(self, position_ids: Any) -> None:
+        """Look, once, for documents in positions (rows, length) that the model did not show its mask."""
+        if not self._read and isinstance(position_ids, Tensor) and position_ids.ndim == 2:
+            index = masking_utils.find_packed_sequence_indices(position_ids)
+            self.index = None if index is None else index.expand(self.rows, -1)
+            self._read = True
+
+    def to(self, device: Any, **how: Any) -> "DocumentMask":
+        """Return the mask on another device, as accelerate moves what it hands to a layer."""
+        if torch.device(device) == torch.device(self.device):
+            return self
+        index = None if self.index is None else self.index.to(device, **how)
+
+        def make() -> Tensor | None:
+            return None if self.tensor is None else self.tensor.to(device)
+
+        moved = DocumentMask(self.rows, self.length, index, self.window, device, make)
+        moved._read = self._read
+        return moved
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NotATensor(name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
+        raise _NotATensor(getattr(function, "__name__", str(function)))
+
+
+class _NotATensor(ConfigError, AttributeError):
+    """The model computes with its mask."""
+
+    def __init__(self, name: str):
+        super().__init__(
+            f"The model reads its attention mask as a tensor ({name}), and attention over packed rows has none. Set "
+            "`attention: model`, which leaves the model's own attention, or `packing: false`."
+        )
+
+
+@dataclass(frozen=True)
+class MaskMaker:
+    """A mask function of transformers' `AttentionMaskInterface`.
+
+    It makes a `DocumentMask` where rows hold several documents, and where a mask would only say "causal" or "within a
+    window", since only attention sees lengths that came with the batch. For all else it calls the mask function of
+    `former`, "sdpa" or "eager".
+    """
+
+    former: str
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **how: Any) -> Any:
+        mask = NotImplemented if args else self._by_lengths(**how)
+        return ALL_MASK_ATTENTION_FUNCTIONS[self.former](*args, **how) if mask is NotImplemented else mask
+
+    def _by_lengths(
+        self, *, batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
+        mask_function: MaskFunction = masking_utils.causal_mask_function, attention_mask: Tensor | None = None,
+        use_vmap: bool = False, device: Any = "cpu", **how: Any,
+    ) -> Any:  # fmt: skip
+        """Return a `DocumentMask`, or None where attention needs no mask; NotImplemented: the former function's."""
+        is_sdpa = self.former == "sdpa"
+        # Padding behind the tokens is beyond what causal attention sees; any other has to be masked.
+        if attention_mask is not None and not (is_sdpa and _padded_on_the_right.get()):
+            return NotImplemented
+        structure = None if use_vmap or q_length != kv_length else mask_structure(mask_function)
+        if structure is None:
+            return NotImplemented
+        index, window = structure
+        says_causal = is_sdpa and index is None and (window is None or window >= q_length)  # as sdpa's `is_causal` does
+        if attention_mask is not None:
+            return None if says_causal else NotImplemented
+        if says_causal or q_length == 1 or isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
+            return NotImplemented
+        make = functools.partial(
+            ALL_MASK_ATTENTION_FUNCTIONS[self.former], batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+            mask_function=mask_function, use_vmap=False, device=device, **how,
+        )  # fmt: skip
+        return DocumentMask(batch_size, q_length, index, window, device, make)
+
+
+# Attention over documents that lie end to end, by our kernel or PyTorch's FlashAttention-2.
+#
+# Causal attention without dropout, over heads of up to 128 columns, is our own kernel, which the number of documents
+# costs nothing (kernels/document_attention.py). The rest is FlashAttention-2 (Dao 2023, arXiv:2307.08691), the
+# operation below `torch.nn.attention.varlen` and `scaled_dot_product_attention`. It is called as the operation, whose
+# backward is PyTorch's own, since the function around it costs the host more at each layer.
+
+
+# Keywords of an attention call about documents, which a call for one document does not get.
+_OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# Keywords that change the scores, which FlashAttention-2 does not know.
+_OF_SCORES = ("softcap", "s_aux", "position_bias")
+OWN_WIDTH = 128  # of a head; beyond it FlashAttention-2 is the faster one
+_DOCUMENTS: Any = WeakIdKeyDictionary()
+_FITS: dict[tuple, bool] = {}
+
+
+def former_attention(name: str, module: nn.Module) -> Any:
+    """Return transformers' function for "sdpa", or the eager function of an attention module."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"] if name == "sdpa" else eager_of(module)
+
+
+def eager_of(module: nn.Module) -> Callable | None:
+    """Return the eager attention function from the file of an attention module's class."""
+    for kind in type(module).__mro__:
+        function = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    return None
+
+
+def for_one_document(how: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of an attention call without those about documents."""
+    return {name: value for name, value in how.items() if name not in _OF_DOCUMENTS}
+
+
+@torch.compiler.disable()
+def documents_of(ends: Any, how: dict[str, Any]) -> Documents:
+    """Return the documents that came with a batch: one object for all layers, as long as the tensor is unchanged."""
+    version = version_of(ends)  # inference tensors count none: read each time
+    before = _DOCUMENTS.get(ends)
+    if before is None or version is None or before[0] != version:
+        # `ends` itself would never go
+        _DOCUMENTS[ends] = before = (version, Documents(ends.detach(), how.get("max_length_q")))
+    return before[1]
+
+
+def serves(former: Any, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> bool:
+    """Whether FlashAttention computes what `former` would.
+
+    Args:
+        former: the model's function of attention.
+        query, key, value: (rows, heads, length, width); keys and values may have fewer heads.
+        how: the call's keywords.
+    """
+    if query.device.type != "cuda" or any(how.get(name) is not None for name in _OF_SCORES):
+        return False
+    if not is_usual_attention(former):
+        return False
+    # Whether PyTorch's FlashAttention takes such tensors on this GPU: asked once for each kind of them.
+    tensors, dropout = (query, key, value), how.get("dropout", 0.0)
+    grad, dtype = torch.is_grad_enabled() and query.requires_grad, _autocast_dtype(query)
+    kinds = tuple((x.dtype, x.shape[1], x.shape[3]) for x in tensors)
+    case = (query.device, kinds, dtype, grad, dropout > 0, torch.backends.cuda.flash_sdp_enabled())
+    if case not in _FITS:
+        params: Any = SDPAParams  # which has no signature for type checkers
+        asked = params(*(x.to(dtype) for x in tensors), None, dropout, True, query.shape[1] != key.shape[1])
+        # % 8: PyTorch pads other widths in the function around the operation
+        _FITS[case] = query.shape[3] % 8 == 0 and can_use_flash_attention(asked)
+    return _FITS[case]
+
+
+def _autocast_dtype(query: Tensor) -> torch.dtype:
+    """Return the dtype that `scaled_dot_product_attention` would compute in."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: dict[str, Any], *,
+    causal: bool = True, window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Return attention within documents, (rows, length, heads, width).
+
+    Args:
+        query, key, value: (rows, heads, length, width), in fp16 or bf16, or under autocast.
+        documents: of the rows laid end to end.
+        how: the call's keywords, of which dropout and scaling are taken.
+        causal: a token sees those before it, and of these the last `window` - 1 if there is a window.
+    """
+    dtype = _autocast_dtype(query)
+    q, k, v = (x.to(dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if causal and not how.get("dropout") and q.shape[-1] <= OWN_WIDTH and launches(q):
+        bounds = documents.bounds(q.shape[0], q.device)
+        output = document_attention(q, k, v, documents.ends, scale=how.get("scaling"), window=window, bounds=bounds)
+        return output.unflatten(0, (query.shape[0], query.shape[2]))
+    ends, longest = documents.ends.to(q.device), documents.longest
+    # how many tokens before and after itself a token sees; -1: all
+    left, right = (-1 if window is None else window - 1), (0 if causal else -1)
+    output = FLASH_ATTENTION(
+        q, k, v, ends, ends, longest, longest, how.get("dropout", 0.0), causal and window is None, False,
+        scale=how.get("scaling"), window_size_left=left, window_size_right=right,
+    )[0]  # fmt: skip
+    return output.unflatten(0, (query.shape[0], query.shape[2]))
+
 
 NAMES = {"sdpa": "liger_packed_sdpa", "eager": "liger_packed_eager"}
 OF_SLICES = "liger_packed_sdpa_of_slices"
 KIND = "packed attention"
-_IMPLEMENTATION = "_attn_implementation_internal"
 
 
 def pack_attention(model: Any, replacements: Replacements, report: PatchReport, sliced: bool = False) -> None:
@@ -47,7 +369,7 @@ def pack_attention(model: Any, replacements: Replacements, report: PatchReport, 
         report.leave(KIND, reason)
         return
     for config in attention_configs(model):
-        replacements.set(config, _IMPLEMENTATION, OF_SLICES if sliced else NAMES[config._attn_implementation])
+        replacements.set(config, ATTENTION, OF_SLICES if sliced else NAMES[attention_implementation(config)])
     report.swap(KIND)
 
 
@@ -55,19 +377,20 @@ def why_not_packed(model: Any) -> str | None:
     """Say why a model keeps its own attention, None where it need not."""
     configs = attention_configs(model)
     if not configs:
+        check(INTERFACE)
         return "the model does not call its attention through transformers' interface"
     for config in configs:
-        if config._attn_implementation not in NAMES:
-            return f"the model runs {config._attn_implementation}"
+        if attention_implementation(config) not in NAMES:
+            return f"the model runs {attention_implementation(config)}"
         if getattr(config, "output_attentions", False):
             return "the model returns its attention weights (output_attentions)"
     if getattr(model.config, "is_encoder_decoder", False):
         return "the model is an encoder-decoder"
     for kind in {type(module) for module in model.modules()}:
-        if asks_for_implementation(kind):
+        if compares_with(kind, NAMES):
             return f"{kind.__name__} computes something else for each attention implementation"
-    eager = [module for module in attention_modules(model) if module.config._attn_implementation == "eager"]
-    if not all(map(flash.eager_of, eager)):
+    eager = [module for module in attention_modules(model) if attention_implementation(module.config) == "eager"]
+    if not all(map(eager_of, eager)):
         return "the eager attention of the model is no function of its module"
     return None
 
@@ -76,22 +399,13 @@ def attention_modules(model: Any) -> Iterator[Any]:
     """Yield the modules of causal attention that ask transformers' interface for their implementation."""
     for module in model.modules():
         if getattr(module, "is_causal", False) and getattr(module, "config", None) is not None:
-            code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-            if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
+            if asks_for_attention(type(module)):
                 yield module
 
 
 def attention_configs(model: Any) -> list[Any]:
     """Return the configurations of causal attention that goes through transformers' interface."""
     return list({id(module.config): module.config for module in attention_modules(model)}.values())
-
-
-def asks_for_implementation(kind: type) -> bool:
-    """Whether a method in the model's own file compares the name of the implementation."""
-    own = [base for base in kind.__mro__ if base.__module__.split(".")[-1].startswith("modeling_")]
-    methods = [m for base in own if base is not PreTrainedModel for m in vars(base).values() if inspect.isfunction(m)]
-    constants = [constant for method in methods for constant in inspect.unwrap(method).__code__.co_consts]
-    return any(name == c or (isinstance(c, tuple) and name in c) for c in constants for name in NAMES)
 
 
 @dataclass(frozen=True)
@@ -114,7 +428,7 @@ class PackedAttention:
         Raises:
             ConfigError: packed rows with keys of earlier calls, or with a bias by position.
         """
-        former = flash.former_attention(self.former, module)
+        former = former_attention(self.former, module)
         causal, ends = how.get("is_causal", getattr(module, "is_causal", True)), how.get("cu_seq_lens_q")
         mask = attention_mask if isinstance(attention_mask, DocumentMask) else None
         # Eager attention needs a mask for every row, so it gets our object for rows of one document, too.
@@ -129,9 +443,9 @@ class PackedAttention:
         if not packed or (mask is None and attention_mask is not None):
             return former(module, query, key, value, attention_mask, **how)
         window = how.get("sliding_window") if mask is None else mask.window
-        documents = mask.documents if ends is None and mask is not None else flash.documents_of(ends, how)
-        if flash.serves(former, query, key, value, how):
-            return flash.attend(query, key, value, documents, how, window=window), None
+        documents = mask.documents if ends is None and mask is not None else documents_of(ends, how)
+        if serves(former, query, key, value, how):
+            return attend(query, key, value, documents, how, window=window), None
         return self._each(former, module, (query, key, value), documents, window, how), None
 
     def _each(
@@ -141,7 +455,7 @@ class PackedAttention:
         """Have the former implementation compute one document after the other."""
         if how.get("position_bias") is not None:
             raise ConfigError("Packed rows go with no bias by position. Set `packing: false`.")
-        how = flash.for_one_document(how)
+        how = for_one_document(how)
         # (1, heads, tokens of one document, width) each. Waits for the device.
         lengths = [length for length in documents.lengths if length]
         in_one_row = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(lengths, dim=2) for x in rows]

@@ -16,6 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ...compat.deepspeed import sequence_parallel_group
+from ...compat.models import attention_implementation
+from ...compat.recognitions import has_kernel, is_guarded_kernel
 from ...errors import ConfigError
 from .packed_attention import NAMES, OF_SLICES, attention_configs, why_not_packed
 
@@ -91,8 +94,9 @@ def why_documents_mix(model: Any, by_lengths: bool, trusted: bool = False) -> st
     trusted = trusted and not type(model).__module__.startswith("transformers.")
     if not attention_configs(model) and config.model_type not in _APART and not trusted:
         return "its attention does not go through transformers' interface (ALL_ATTENTION_FUNCTIONS)"
-    if config.model_type in _BLIND and config._attn_implementation in NAMES and not by_lengths:
-        return f"its {config._attn_implementation} attention ignores positions in its mask; `attention: auto` does not"
+    name = attention_implementation(config)
+    if config.model_type in _BLIND and name in NAMES and not by_lengths:
+        return f"its {name} attention ignores positions in its mask; `attention: auto` does not"
     return None
 
 
@@ -115,7 +119,7 @@ def _why_layers_mix(model: Any, config: Any, kinds: str) -> str | None:
     guarded = [f for place in {type(m).__module__ for m in model.modules()} for f in _guarded(sys.modules.get(place))]
     if config.model_type not in _HAND_OVER or not guarded:
         return f"its layers of type {kinds} take no lengths of documents"
-    missing = sorted({f.__name__ for f in guarded if not _closed_over(f)["is_new_implementation"]})
+    missing = sorted({f.__name__ for f in guarded if not has_kernel(f)})
     if missing:
         return (
             f"its layers of type {kinds} keep them apart with kernels that are not installed ({', '.join(missing)}, of "
@@ -127,12 +131,8 @@ def _why_layers_mix(model: Any, config: Any, kinds: str) -> str | None:
 def _guarded(module: Any) -> Iterator[Any]:
     """Yield the functions of a modelling file for which transformers takes a kernel, or refuses packed rows."""
     for value in vars(module).values() if module is not None else ():
-        if inspect.isfunction(value) and "is_new_implementation" in value.__code__.co_freevars:
+        if is_guarded_kernel(value):
             yield value
-
-
-def _closed_over(function: Any) -> dict[str, Any]:
-    return dict(inspect.getclosurevars(function).nonlocals)
 
 
 # Attention over rows of which each rank has a slice: Ulysses (Jacobs et al. 2023, arXiv:2309.14509), by DeepSpeed.
@@ -155,7 +155,7 @@ def why_not_sliced(model: Any) -> str | None:
     if kinds:
         return f"its layers of type {', '.join(kinds)} mix tokens beside attention, and would see slices"
     for config in configs:
-        name, windows = config._attn_implementation, _windows(config)
+        name, windows = attention_implementation(config), _windows(config)
         flash = name.startswith("flash_attention")
         if not flash and name not in ("sdpa", OF_SLICES):
             return f"its attention is {name}: load it with attn_implementation sdpa or flash_attention_2"
@@ -166,7 +166,7 @@ def why_not_sliced(model: Any) -> str | None:
 
 def implementations_of(model: Any) -> set[str]:
     """Return the names under which a model asks transformers for its causal attention."""
-    return {config._attn_implementation for config in attention_configs(model)}
+    return {attention_implementation(config) for config in attention_configs(model)}
 
 
 def _windows(config: Any) -> set[str]:
@@ -213,9 +213,8 @@ def _exchange(own: Any, rows: int, heads: int, key_heads: int, width: int) -> An
     from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # pyright: ignore[reportMissingImports]
         UlyssesSPAttentionHF,
     )
-    from deepspeed.utils import groups  # pyright: ignore[reportMissingImports]
 
     return UlyssesSPAttentionHF(
         own, batch_size=rows, attn_head_count=heads, attn_head_size=width, kv_head_count=key_heads,
-        num_hidden_layers=1, process_group=groups._get_sequence_parallel_group(), seq_length_is_variable=True,
+        num_hidden_layers=1, process_group=sequence_parallel_group(), seq_length_is_variable=True,
     )  # fmt: skip

@@ -32,7 +32,7 @@ moves a divergence more than one in a rare token's (G.711's mu-law):
     x beyond the limit is written as the limit
 
 log p_1 is not written. It follows from sum_k p_k = 1 - R, so the K entries and the tail always make one distribution.
-An entry's log-probability is off by at most the bound of its own log p_1 - log p_k, plus the mean bound of all entries,
+An entry's log-probability is off by at most the bound of its log p_1 - log p_k, plus the mean bound of all entries,
 plus the effect of R's rounding on log(1 - R).
 
 Draws are stratified: one in each m-th of the cumulative distribution. So count / m is p on average, as for independent
@@ -50,6 +50,7 @@ import torch.nn.functional as F
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from ...compat.modules import forward_below_hook
 from ...errors import ConfigError
 from ...kernels.linear_sparse_divergence import MAX_ENTRIES
 from ...losses.answers import TokenTargets
@@ -377,8 +378,7 @@ class TeacherHead:
 
 def _read(module: Any) -> Head | str:
     """Read a head; one that accelerate's hooks only move inputs for, as in a spread model, is read all the same."""
-    own = getattr(module, "_old_forward", None)
-    if getattr(module, "_hf_hook", None) is None or getattr(own, "__func__", None) is not nn.Linear.forward:
+    if getattr(forward_below_hook(module), "__func__", None) is not nn.Linear.forward:
         return Head.read(module)
     if module.weight.is_meta:
         return "its weight is offloaded"

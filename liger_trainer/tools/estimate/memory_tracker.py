@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from ...compat.torch_internals import CAST, TorchDispatchMode, tree_leaves
 
 BLOCK = 512  # bytes that the caching allocator rounds sizes up to
 AUTOCAST = "autocast copies"
@@ -35,24 +35,17 @@ class Peak:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts every new storage in the current `part`, within the context.
-
-    Attributes:
-        live: part -> bytes, now.
-        peaks: phase -> `Peak`.
-        pool: the pool of memory that new storages come from, such as CUDA graphs'; None: the allocator's own.
-        pools: pool -> the most bytes that were live in it.
-        outside: phase -> the most bytes that were live in no pool.
-    """
+    """Counts every new storage in the current `part`, within the context."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: Counter[str] = Counter()
-        self.peaks: dict[str, Peak] = {}
+        self.live: Counter[str] = Counter()  # part -> bytes, now
+        self.peaks: dict[str, Peak] = {}  # phase -> its peak
         self.phase, self.part = "forward", "activations"
+        # the pool of memory that new storages come from, such as CUDA graphs'; None: the allocator's own
         self.pool: str | None = None
-        self.pools: dict[str | None, int] = {}
-        self.outside: dict[str, int] = {}
+        self.pools: dict[str | None, int] = {}  # pool -> the most bytes that were live in it
+        self.outside: dict[str, int] = {}  # phase -> the most bytes that were live in no pool
         self._live_in: Counter[str | None] = Counter()
         self._storages: dict[int, tuple[weakref.ref, int, str, str | None]] = {}
 
@@ -66,7 +59,7 @@ class MemoryTracker(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         part = self.part
         # Copies of weights that autocast makes are a part by themselves: sharded models do not have them.
-        if func is torch.ops.aten._to_copy.default and "weights" in (self.part_of(args[0]) or ""):
+        if func is CAST and "weights" in (self.part_of(args[0]) or ""):
             part = AUTOCAST
         self._count(tree_leaves(result), part)
         return result

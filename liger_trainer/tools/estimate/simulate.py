@@ -16,12 +16,18 @@ from typing import Any
 import torch
 from peft import get_peft_model
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.configuration_utils import PreTrainedConfig
 
 from ...common.weights import auto_class
+from ...compat.models import attention_implementation
+from ...compat.modules import own_buffers, own_parameters
+from ...compat.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    tree_leaves,
+)
 from ...errors import ConfigError
 from ...losses.spec import LossOptions
 from ...patching.graphs.cuda_graphs import layers_of, most_rows
@@ -363,7 +369,7 @@ def _allocate(model: Any) -> None:
         return new[id(tensor)]
 
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        for tensors in (own_parameters(module), own_buffers(module)):
             tensors.update({name: on_cpu(x) for name, x in tensors.items() if x is not None})
 
 
@@ -375,7 +381,7 @@ def _built(spec: ModelSpec, by_lengths: bool) -> Any:
         model = auto_class(config).from_config(config, dtype=spec.dtype, attn_implementation=implementation)
     except (ValueError, TypeError, ImportError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"The causal LM of a {type(config).__name__} cannot be built: {error}") from error
-    if model.config._attn_implementation != "eager":
+    if attention_implementation(model.config) != "eager":
         model.set_attn_implementation(BY_LENGTHS if by_lengths else ATTENTION)
     if spec.bits is not None:
         quantize(model, spec.bits)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from ...common.replacements import Replacements
+from ...compat.torch_internals import FakeTensor, grouped_products
 from ...kernels.runtime import without_data
 from ...patching.layers import linears
 from ...patching.layers import lora as patch_lora
@@ -34,9 +34,8 @@ def on_a_gpu(count: int, num_items: float) -> Iterator[None]:
     replaced.set(F, "dropout", _dropout)
     # The patches take only plain parameters for weights; here those are fake ones.
     replaced.set(linears, "WEIGHTS", (*linears.WEIGHTS, FakeTensor))
-    for place, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # used by transformers' mixtures of experts
-        if hasattr(place, name):
-            replaced.set(place, name, grouped_mm)
+    for place, name in grouped_products():
+        replaced.set(place, name, grouped_mm)
     try:
         with without_data(count, num_items):
             yield
@@ -61,10 +60,11 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 class _Attention(torch.autograd.Function):
-    """q: (batch, heads, length, width); k, v: as many heads or fewer. Keeps these, the output and a log-sum-exp."""
+    """q: (batch, heads, length, width); k, v: as many heads or fewer. Keeps these, mask, output and a log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.bias = bias
         batch, heads, length, _ = q.shape
         same = v.shape[-1] == q.shape[-1]  # then the output has the strides of q
         out = torch.empty_like(q) if same else q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
@@ -78,7 +78,7 @@ class _Attention(torch.autograd.Function):
         spread = [x.new_empty(*q.shape[:-1], x.shape[-1]) for x in (k, v) if k.shape[1] != q.shape[1]]
         result = tuple(torch.empty_like(x) for x in (q, k, v))
         del summed, spread
-        return result
+        return *result, None
 
 
 def attention(
@@ -91,9 +91,8 @@ def attention(
     if attention_mask is not None:  # these kernels take as many key heads as query heads, and the mask in their dtype
         groups = query.shape[1] // key.shape[1]
         key, value = (repeat_kv(x, groups) if groups > 1 else x for x in (key, value))
-        bias = attention_mask.to(query.dtype)
-        return _Masked.apply(query, key, value, bias).transpose(1, 2).contiguous(), None  # pyright: ignore
-    return _Attention.apply(query, key, value).transpose(1, 2).contiguous(), None  # pyright: ignore
+        attention_mask = attention_mask.to(query.dtype)
+    return _Attention.apply(query, key, value, attention_mask).transpose(1, 2).contiguous(), None  # pyright: ignore
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -112,19 +111,6 @@ class _GroupedProduct(torch.autograd.Function):
 
 def grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **kwargs: Any) -> Tensor:
     return _GroupedProduct.apply(input, weight)  # pyright: ignore
-
-
-class _Masked(torch.autograd.Function):
-    """Attention with a mask, which it keeps."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        ctx.bias = bias
-        return _Attention.forward(ctx, q, k, v)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *_Attention.backward(ctx, *grads), None
 
 
 def attention_mask(
