@@ -115,7 +115,7 @@ NO_SOURCE = (
 
 @functools.cache  # each layer of a model has the same class, and reading takes a millisecond
 def forward_source(kind: type) -> ast.FunctionDef | None:
-    """Return the forward of a class of modules; None where there is no source, or not that of one function."""
+    """Return the forward of a class of modules; None where there is no source, or not the source of one function."""
     try:
         source = inspect.getsource(inspect.unwrap(kind.forward))  # pyright: ignore[reportAttributeAccessIssue]
         (function,) = ast.parse(textwrap.dedent(source)).body

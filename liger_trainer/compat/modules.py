@@ -95,7 +95,7 @@ def accelerate_hook(module: nn.Module) -> Any:
 
 
 def forward_is_moved(module: nn.Module) -> bool:
-    """Whether accelerate has put a forward of its own on a module itself, which calls the one that was there."""
+    """Whether accelerate has put its own forward on a module itself, which calls the one that was there."""
     return "_old_forward" in vars(module)
 
 
@@ -109,12 +109,12 @@ def forward_below_hook(module: nn.Module) -> Any:
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return a module's dictionary of its own parameters by name; some may be None."""
+    """Return a module's dictionary of the parameters that it holds itself, by name; some may be None."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Any]:
-    """Return a module's dictionary of its own buffers by name; some may be None."""
+    """Return a module's dictionary of the buffers that it holds itself, by name; some may be None."""
     return module._buffers
 
 

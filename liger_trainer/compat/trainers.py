@@ -13,7 +13,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 
 def output_dir_of(trainer: Any, trial: Any) -> str:
-    """Return the folder of a run: that of a trial of a hyperparameter search, where there is one."""
+    """Return the folder of a run, or of a trial of a hyperparameter search, where there is one."""
     return trainer._get_output_dir(trial)
 
 
@@ -59,7 +59,7 @@ def unlogged_steps(trainer: Any) -> int:
 
 
 def clips_gradients(kind: type) -> bool:
-    """Whether a class of trainers has methods of its own that clip gradients, or look at their norm."""
+    """Whether a class of trainers has its own methods that clip gradients, or look at their norm."""
     return not {"_clip_grad_norm", "_get_grad_norm"}.isdisjoint(vars(kind))
 
 

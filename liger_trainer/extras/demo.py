@@ -378,7 +378,7 @@ class DemoDataset:
 def demo_dataset(name: str = "python_docstrings") -> DemoDataset:
     """Build a demo dataset from the running interpreter: the same rows for one Python build.
 
-    Rows are `{"prompt": [{"role": "user", ...}], "completion": [{"role": "assistant", ...}]}`. Their order is that of a
+    Rows are `{"prompt": [{"role": "user", ...}], "completion": [{"role": "assistant", ...}]}`, in the order of a
     hash, so that the first n rows of a split are a fair sample of it.
 
     Args:

@@ -119,7 +119,7 @@ def _all_weights_get_gradients(trainer: TrainerHost) -> bool:
         # a subclass may learn from something else than what the head computes
         kind.compute_loss.__module__.startswith(f"{__package__}.")
         and getattr(trainer, "compute_loss_func", None) is None
-        # losses between hidden states alone leave out the head, and the layers above them
+        # only losses between hidden states leave out the head, and the layers above them
         and (loss is None or any((*loss.weights.values(), loss.ce_weight, loss.uld_weight, loss.alm_weight)))
         and not reads_images(model)  # a batch may have none
         and not getattr(model.config, "layerdrop", 0)
@@ -166,7 +166,7 @@ def _step_of_lengths(trainer: TrainerHost) -> int | None:
 
 @dataclass
 class FixedShapes:
-    """A collator around that of packed rows. It fills the flat row up, behind its last document.
+    """A collator around the one of packed rows. It fills the flat row up, behind its last document.
 
     What is behind a document is not seen by it, and has no labels. Documents of no tokens make up their number.
 

@@ -1,10 +1,10 @@
 """CUDA graphs of decoder layers: what a layer launches, forward and backward, is recorded once and replayed.
 
 A layer of a small model launches more kernels than the host can keep up with. A graph of them is one launch. Each layer
-has a graph of its own forward and one of its backward, for one shape of its inputs. All graphs of a model take their
+has one graph of its forward and one of its backward, for one shape of its inputs. All graphs of a model take their
 memory from one pool, in the order of a training step: what backward has read is free for what comes after it.
 
-The idea of graphs for a chain of layers in one pool is that of `torch.cuda.make_graphed_callables`. That one keeps all
+The idea of graphs for a chain of layers in one pool is from `torch.cuda.make_graphed_callables`. That one keeps all
 outputs and gradients for each shape, and leaves a gradient that is being accumulated in memory that the next
 micro-batch overwrites.
 """
@@ -75,7 +75,7 @@ def flatten(value: Any, tensors: Tensors) -> Any:
 
 
 def _constant(mask: DocumentMask) -> Constant:
-    """Return a mask beside which the lengths of the documents are given: attention reads those."""
+    """Return a mask that comes with the lengths of the documents: attention reads those."""
     return Constant((mask.rows, mask.length, mask.window), mask)
 
 
@@ -114,7 +114,7 @@ class Recorder(Protocol):
     def __init__(self, device: torch.device) -> None: ...
 
     def has_room(self) -> bool:
-        """Return whether the device has the memory that graphs may take beside a step without them."""
+        """Return whether the device has the memory that graphs may take besides a step without them."""
         ...
 
     def rehearsing(self) -> contextlib.AbstractContextManager[Any]:
@@ -122,7 +122,7 @@ class Recorder(Protocol):
         ...
 
     def record(self, function: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
-        """Return the tensors that `function` made, and what computes them anew in the same memory."""
+        """Return the tensors that `function` made, and what computes them again in the same memory."""
         ...
 
     def take_turn(self) -> None:
@@ -135,7 +135,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs on a stream of its own, in one pool of memory."""
+    """Records CUDA graphs on a separate stream, in one pool of memory."""
 
     device_type = "cuda"
 
@@ -147,7 +147,7 @@ class CudaRecorder:
         self._replays_on: torch.cuda.Stream | None = None
 
     def has_room(self) -> bool:
-        # steps so far have needed `step` beside weights and optimizer; graphs took up to 1.3 times that, and 3 GiB more
+        # steps so far have needed `step` besides weights and optimizer; graphs took up to 1.3 times that, 3 GiB more
         # where little was kept for backward
         allocated = torch.cuda.memory_allocated(self._device)
         step = torch.cuda.max_memory_allocated(self._device) - allocated
@@ -370,7 +370,7 @@ class LayerGraph:
         return fill(self.call.outputs, iter(outputs))
 
     def returned_gradients(self) -> list[Tensor | None]:
-        """Return the gradients for autograd. What leaves the layers has memory of its own: anything may keep it."""
+        """Return the gradients for autograd. What leaves the layers has separate memory: anything may keep it."""
         chained = [index is not None for index, spec in zip(self.call.chained, self.specs, strict=True)
                    if spec.requires_grad]  # fmt: skip
         stays = [*chained, *(True for _ in self.parameters)]
