@@ -18,12 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import SFTTrainer
 
+from ..common.console import announce
 from ..common.replacements import replaced
 from ..common.signals import end_workers_with_this_process
 from ..compat.trainers import RowsTrainer
 from ..errors import ConfigError, DataError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
 from ..teachers.row_keys import DocumentCollator, check_known, documents, row_key, rows_with
+from ..teachers.vocabulary import end_tokens
 from .chat_rows import datasets_in_messages
 from .chat_template import (
     check_chats,
@@ -134,6 +136,7 @@ class RowPreparation:
         self._trainer = trainer
         self.facts: dict[str, RowFacts] = {}
         self.largest_ids: dict[str, LargestIds] = {}
+        self._last_special: int | None = None  # among the last tokens that the first training row has learned
         check_names(call.arguments.get("eval_dataset"))
         config: Any = call.arguments.get("args")
         call.arguments.update(datasets_in_messages(call.arguments, config))
@@ -152,6 +155,18 @@ class RowPreparation:
         if self._part is None or not self._only_answers:
             return nullcontext()
         return replaced(self._config, assistant_only_loss=False)
+
+    def warn_of_other_end(self, model: Any, tokenizer: Any) -> None:
+        """Say so where the training rows end with a special token by which a completion of the model does not end."""
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        ends = end_tokens(model, tokenizer)
+        if self._last_special is None or self._last_special in ends:
+            return
+        end, *known = (repr(tokenizer.convert_ids_to_tokens(token)) for token in (self._last_special, *ends))
+        announce(
+            f"the training rows end with {end}, but what the model writes ends with {' or '.join(known) or 'nothing'}: "
+            f"it would learn to write {end} and not stop there. If it should stop, set eos_token to {end}."
+        )
 
     @contextmanager
     def _marked_parts(self, dataset: Any, tokenizer: Any, args: Any) -> Iterator[None]:
@@ -205,6 +220,8 @@ class RowPreparation:
                 f"No row of the {dataset_name} dataset has a supervised token within max_length={args.max_length}: "
                 "every label is masked. Check the completions, the chat template's generation markers, or max_length."
             )
+        if dataset_name == TRAIN and {"input_ids", "labels"} <= set(kept.column_names):
+            self._last_special = last_special(kept[0], getattr(processing_class, "tokenizer", processing_class))
         prepared: Any = prepare(kept, processing_class, args, packing, formatting_func, dataset_name)
         self.facts[dataset_name] = replace(facts, sequences=len(prepared))
         return prepared
@@ -237,6 +254,15 @@ class RowPreparation:
         train, tests = self._trainer.train_dataset, self._trainer.eval_dataset
         tests = tests if isinstance(tests, Mapping) else {"eval": tests}
         return {name: rows for name, rows in {"train": train, **tests}.items() if rows is not None}
+
+
+def last_special(row: Mapping[str, Any], tokenizer: Any) -> int | None:
+    """Return the special token at the end of what is learned of a row; a template may put a line break behind it."""
+    learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token for token, kind in added.items() if kind.special}
+    special |= set(tokenizer.all_special_ids)
+    return next((token for token in reversed(learned[-3:]) if token in special), None)
 
 
 def check_names(eval_dataset: Any) -> None:

@@ -136,6 +136,7 @@ class LigerTrainer(SFTTrainer):
         )
         self.check_rows()
         check_positions(self.row_preparation.named_datasets(), self.args, base_of(self.model), "the model")
+        self.row_preparation.warn_of_other_end(base_of(self.model), self.processing_class)
         check_slices(self)  # looks at the collator's type, so before the next one is around it
         if self.shards_sequences():  # else transformers would take the loss for a mean over the micro-batch
             self.model_accepts_loss_kwargs = True

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from datasets import Dataset, IterableDataset
-from tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer, train_args
+from tiny import CHAT_TEMPLATE, WORDS, chats, texts, tiny_model, tiny_tokenizer, train_args
 from trainings import sft
 from trl import chat_template_utils
 
@@ -314,3 +314,22 @@ def test_what_trl_refuses_is_refused_in_its_words():
         trainer_of(OF_MESSAGES, processing_class=tokenizer)
     with pytest.raises(TypeError, match="must be a `Dataset` or `IterableDataset`"):
         sft(data=OF_MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "rows, options, says",
+    [(chats, {}, True), (chats, {"eos_token": "<eos>"}, False), (chats, {"packing": True}, True), (texts, {}, False)],
+)
+def test_chats_that_end_by_another_token_than_the_model_does_are_told(rows, options, says, capsys):
+    """A base model's eos is seldom the end of a turn: it would learn to end turns, and write on behind them."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "<unk>"
+    model = tiny_model(eos_token_id=tokenizer.convert_tokens_to_ids("<unk>"))
+    sft(model, rows(), processing_class=tokenizer, **options)
+    said = "the training rows end with '<eos>', but what the model writes ends with '<unk>'" in capsys.readouterr().out
+    assert said is says
+
+
+def test_the_usual_end_is_not_told(capsys):
+    sft(tiny_model(), chats())
+    assert "the training rows end with" not in capsys.readouterr().out
