@@ -18,6 +18,7 @@ from ..kernels.adamw import adamw_, adamw_reference
 from ..kernels.add_rms_norm import add_rms_norm
 from ..kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from ..kernels.cross_entropy import cross_entropy
+from ..kernels.decode_attention import decode_attention, decode_attention_reference
 from ..kernels.document_attention import document_attention, document_attention_reference
 from ..kernels.gated_linear import gated_linear
 from ..kernels.gated_mlp import gated_mlp, gated_mlp_reference
@@ -145,6 +146,20 @@ def _documents(draw: Draw) -> Tensors:
     ends = torch.tensor([0, 1, s.rows // 2 - 8, s.rows // 2 - 8, s.rows], dtype=torch.int32)
     q, k, v = (draw(s.rows, heads, s.width) for heads in (s.heads, s.keys, s.keys))
     return {"q": q, "k": k, "v": v, "ends": ends}
+
+
+def _kept(draw: Draw) -> Tensors:
+    """(rows, heads, width) of new tokens, and (slots, heads, positions, width) of the keys that rows have kept."""
+    s = draw.sizes
+    rows, lengths = torch.arange(s.positions, dtype=torch.int32), torch.arange(s.positions, dtype=torch.int32)
+    q, k, v = (draw(s.positions, heads, s.width) for heads in (s.heads, s.keys, s.keys))
+    keys, values = (draw(s.positions, s.keys, s.positions, s.width) for _ in range(2))
+    return {"q": q, "k": k, "v": v, "keys": keys, "values": values, "slots": rows.flip(0), "lengths": lengths}
+
+
+def _keeping(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return decode attention that leaves the kept keys as they were."""
+    return lambda keys, values, **given: op(keys=keys.clone(), values=values.clone(), scale=0.15, **given)
 
 
 def _logits(draw: Draw) -> Tensors:
@@ -444,6 +459,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "linear_alm", _loss(linear_alm, ce_weight=0.1), _loss(linear_alm_reference, ce_weight=0.1), _spans, HEAD_LEAVES
     ),
+    Check("decode_attention", _keeping(decode_attention), _keeping(decode_attention_reference), _kept, ()),
     Check("adamw", _updated(adamw_), _updated(adamw_reference), _rows("param", "grad", "mean", "root"), ()),
     Check(
         "gradient_norm", lambda **grads: gradient_norm([*grads.values()]),

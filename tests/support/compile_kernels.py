@@ -49,7 +49,9 @@ from liger_trainer.kernels._low_rank import split  # noqa: E402
 from liger_trainer.kernels._vocab_parallel import shard_rows  # noqa: E402
 from liger_trainer.kernels.adamw import adamw_  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
+from liger_trainer.kernels.decode_attention import decode_attention  # noqa: E402
 from liger_trainer.kernels.divergence_kinds import ROW_KINDS  # noqa: E402
+from liger_trainer.kernels.draw_tokens import draw_tokens  # noqa: E402
 from liger_trainer.kernels.gradient_norm import gradient_norm  # noqa: E402
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence  # noqa: E402
@@ -260,6 +262,23 @@ def optimizer(dtype: torch.dtype) -> None:
         gradient_norm(tensors[1])
 
 
+def sampling(dtype: torch.dtype) -> None:
+    """A step of decoding: attention of one token a row over keys that it has kept, and a draw."""
+    numbers = torch.zeros(N, dtype=torch.int32)
+    for width in (128, 80, 256)[: 3 if in_every_way(dtype) else 1]:
+        q, new, kept = (torch.rand(N, *shape).to(dtype) for shape in ((8, width), (2, width), (2, 40, width)))
+        every = [{}, {"softcap": 5.0, "window": 16}, {"window": 16}] if in_every_way(dtype) else [{}]
+        for how in every:
+            decode_attention(q, new, new, kept, kept, numbers, numbers, scale=0.1, **how)
+    logits, seed, banned = (
+        torch.rand(N, V).to(dtype),
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(V, dtype=torch.bool),
+    )
+    draw_tokens(logits, seed, numbers, numbers, temperature=0.7, banned=banned)
+    draw_tokens(logits, seed, numbers, numbers, temperature=0.0)
+
+
 class OneRank:
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -283,7 +302,7 @@ def shards(dtype: torch.dtype) -> None:
     shard_rows(Tile(student, None, 32, 2 * V), Targets(labels), values, student, CrossEntropyOptions(), OneRank())
 
 
-GROUPS = (table, low_rank, heads, optimizer, shards)
+GROUPS = (table, low_rank, heads, optimizer, sampling, shards)
 
 
 def main() -> None:
