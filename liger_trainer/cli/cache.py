@@ -84,7 +84,7 @@ def import_(
     tool: Annotated[RecordsOf, typer.Option("--from", help="The tool that wrote them.", show_default=False)],
     compression: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="DistillKit's YAML with the compression, if it is not beside the records."),
+        typer.Option(metavar="FILE", help="DistillKit's YAML with the compression, if it is not next to the records."),
     ] = None,
     overrides: Overrides = None,
 ) -> None:

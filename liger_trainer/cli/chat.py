@@ -13,7 +13,7 @@ def chat(
     model: Annotated[
         str, typer.Argument(metavar="RUN_DIR | MODEL", help="A run, a checkpoint, or any model.", show_default=False)
     ],
-    teacher: Annotated[bool, typer.Option("--teacher", help="Have the run's teacher answer beside it.")] = False,
+    teacher: Annotated[bool, typer.Option("--teacher", help="Have the run's teacher answer too.")] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system prompt.", show_default=False)] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[
@@ -28,7 +28,7 @@ def chat(
         bool, typer.Option("--trust-remote-code", help="Run Python code that the models bring.")
     ] = False,
 ) -> None:
-    """Chat with the student of a run, with its teacher beside it, or with any model; /help says how. Reads stdin."""
+    """Chat with the student of a run, with its teacher too, or with any model; /help says how. Reads stdin."""
     quieten()
     from ..extras.chat import Manner, Session, open_chat
 

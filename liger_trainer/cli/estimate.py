@@ -93,7 +93,7 @@ def _print_amounts(console: "Console", found: "Estimate") -> None:
     if found.cache_mib is not None:
         console.print(f"Teacher cache of the training rows: {found.cache_mib:,.0f} MiB, if all tokens are supervised.")
     if found.capture_mib is not None:
-        console.print(f"Capturing it, the teacher alone: {found.capture_mib:,.0f} MiB of a GPU.")
+        console.print(f"Capturing it, only the teacher: {found.capture_mib:,.0f} MiB of a GPU.")
 
 
 def _print_verdict(console: "Console", found: "Estimate") -> None:

@@ -18,7 +18,7 @@ def report(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The HTML file; curves go beside it. Default: report.html in RUN_DIR, or here for several runs.",
+            help="The HTML file; curves go next to it. Default: report.html in RUN_DIR, or here for several runs.",
             show_default=False,
         ),
     ] = None,

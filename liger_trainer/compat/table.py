@@ -177,7 +177,7 @@ NAMES = (
     Name(_MODEL, "PreTrainedModel._from_config", "models of fewer layers, and on the meta device"),
     Name(_MODEL, "PreTrainedModel._no_split_modules", "the layers that are FSDP2 units of a teacher"),
     Name("transformers.integrations.moe", "_apply_gate", "the gate of experts is replaced by ours"),
-    Name("transformers.integrations.moe", "_is_expert_parallel", "experts on several devices are left alone"),
+    Name("transformers.integrations.moe", "_is_expert_parallel", "experts on several devices are not replaced"),
     Name("transformers.generation.configuration_utils", "GenerationConfig._original_object_hash",
          "special tokens that a trainer sets do not forbid saving"),
     Name("transformers.masking_utils", "find_packed_sequence_indices",

@@ -87,7 +87,7 @@ def _why_no_graphs(trainer: TrainerHost) -> str | None:
         "FSDP moves weights": trainer.is_fsdp_enabled,
         "DeepSpeed moves weights": trainer.is_deepspeed_enabled,
         "tensor parallelism splits layers": trainer.get_tp_size() > 1,
-        "torch_compile has graphs of its own": args.torch_compile,
+        "torch_compile makes its own graphs": args.torch_compile,
         "activation_offloading moves what layers keep": getattr(args, "activation_offloading", False),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
