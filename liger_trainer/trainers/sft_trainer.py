@@ -136,7 +136,6 @@ class LigerTrainer(SFTTrainer):
         )
         self.check_rows()
         check_positions(self.row_preparation.named_datasets(), self.args, base_of(self.model), "the model")
-        self.row_preparation.warn_of_other_end(base_of(self.model), self.processing_class)
         check_slices(self)  # looks at the collator's type, so before the next one is around it
         if self.shards_sequences():  # else transformers would take the loss for a mean over the micro-batch
             self.model_accepts_loss_kwargs = True
@@ -175,8 +174,9 @@ class LigerTrainer(SFTTrainer):
         )
 
     def check_rows(self) -> None:
-        """Raise DataError where rows have ids that the student does not have."""
+        """Raise DataError where rows have ids that the student does not have; say so where they end otherwise."""
         self.row_preparation.check_ids(base_of(self.model))
+        self.row_preparation.warn_of_other_end(base_of(self.model), self.processing_class)
 
     def read_rows(self, tokenized: Dataset, kept: Dataset, dataset_name: str, part: slice) -> None:
         """Look at the rows of a dataset before they are cut and packed; the row weights do.
