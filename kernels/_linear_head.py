@@ -332,7 +332,8 @@ class TermGradients:
         self._x_sum = self.x = self.w = None
         if needs[0]:
             over = overwrite and rows.index is None  # else the gradient has fewer rows than the hidden states
-            # fp32 sums, whose front half becomes the gradient
+            # rounded_in_place: fp32 sums, whose front half becomes the gradient. Never with overwrite: the loss
+            # refuses with recompute.
             dtype = stats_dtype(x.dtype) if rounded_in_place else x.dtype
             self.x = x.detach() if over else torch.empty(rows.count, x.shape[1], dtype=dtype, device=x.device)
         if needs[1]:
@@ -345,7 +346,8 @@ class TermGradients:
     def add(self, dlogits: Tensor, x: Tensor, w: Tensor, rows: slice, columns: slice) -> None:
         """Add a chunk. dlogits: (n, c); x (n, H), w (c, H): the chunk's rows and the tile's columns, in its dtype."""
         if self.w is not None:
-            # beta 0 for the first chunk: the memory is uninitialised, and need not be zeroed first.
+            # beta 0 for the first chunk: the memory is uninitialised, and need not be zeroed first. So callers add, for
+            # each tile, the chunk at row 0 first, and for each chunk the tile at column 0.
             addmm_into(self.w[columns], dlogits.t(), x, beta=1 if rows.start else 0, alpha=self._alpha)
         if self.x is not None:  # last: self.x may share x's memory
             self._add_x(dlogits, w, self.x[rows], columns)

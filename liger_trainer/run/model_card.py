@@ -112,7 +112,7 @@ def _header(config: "RunConfig", results: "RunResults", model: Published) -> Mod
 
 
 def hub_id(name: str | None) -> str | None:
-    """Return `name` if it can only be on the hub: it is neither a demo nor a file or directory here."""
+    """Return `name` if it looks like owner/name of the hub, and is neither a demo nor a file here."""
     if not name or name.startswith(DEMO) or os.path.exists(os.path.expanduser(name)):
         return None
     return name if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) else None
