@@ -22,9 +22,10 @@ from ..patching.patcher import base_of
 
 SERVED = {  # fields of GenerationConfig that are read here, or change nothing
     "do_sample", "use_cache", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "suppress_tokens",
-    "pad_token_id", "bos_token_id", "eos_token_id", "disable_compile", "transformers_version", 
-    "return_dict_in_generate", "num_return_sequences", "cache_implementation", "repetition_penalty", "num_beams",
+    "pad_token_id", "bos_token_id", "eos_token_id", "disable_compile", "transformers_version",
+    "return_dict_in_generate",
 }  # fmt: skip
+NEUTRAL = {"num_return_sequences": 1, "repetition_penalty": 1.0, "num_beams": 1}  # with another value they are not
 
 
 class NotServed(Exception):
@@ -34,11 +35,9 @@ class NotServed(Exception):
 def why_not(model: Any, settings: GenerationConfig) -> str | None:
     """Say why completions of a model are sampled by `generate`, None where they can be decoded here."""
     base = base_of(model)
-    others = {k: v for k, v in settings.to_diff_dict().items() if k not in SERVED and v is not None}
+    others = {k for k, v in settings.to_diff_dict().items() if k not in SERVED and v not in (None, NEUTRAL.get(k))}
     if others:
         return f"{', '.join(sorted(others))} of GenerationConfig"
-    if (settings.repetition_penalty or 1.0) != 1.0 or (settings.num_beams or 1) > 1 or settings.cache_implementation:
-        return "repetition_penalty, num_beams or cache_implementation is set"
     if getattr(base.config, "is_encoder_decoder", False) or reads_images(base):
         return "the model reads more than text"
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
@@ -94,7 +93,10 @@ def adapters_merged(model: Any) -> Iterator[None]:
     try:
         for layer in layers:
             merged.append(layer)
-            layer.merge()  # pyright: ignore[reportCallIssue]
+            try:
+                layer.merge()  # pyright: ignore[reportCallIssue]
+            except Exception as error:  # PEFT refuses some kinds, in several ways
+                raise NotServed(f"its adapters cannot be merged ({str(error).splitlines()[0]})") from error
         yield
     finally:
         for layer, weights in zip(merged, saved, strict=False):

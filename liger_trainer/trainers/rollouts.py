@@ -13,7 +13,7 @@ attention by transformers' interface.
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,16 +22,12 @@ from torch import Tensor
 from transformers import AttentionInterface, Cache, GenerationConfig
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ..common.replacements import Replacements
+from ..common.replacements import replaced
 from ..compat.models import ATTENTION, attention_implementation
 from ..kernels.decode_attention import decode_attention, places_of
 from ..kernels.draw_tokens import draw_tokens
-from ..patching.graphs.layer_graphs import Recorder
-from ..patching.packing.packed_attention import (
-    NAMES,
-    PackedAttention,
-    attention_configs,
-)
+from ..patching.graphs.layer_graphs import Recorder, free_memory
+from ..patching.packing.packed_attention import NAMES, PackedAttention, attention_configs
 from ..patching.patcher import base_of
 from .rollout_support import NotServed, adapters_merged, why_not
 
@@ -140,8 +136,9 @@ class Step:
         self.done = torch.ones(size, dtype=torch.bool, device=device)
         self.replay: Any = None
 
-    def state(self, rows: Tensor | None = None) -> dict[str, Tensor]:
-        return {name: x.clone() if rows is None else x[rows] for name in self.NAMES for x in [getattr(self, name)]}
+    def state(self, rows: Tensor | slice = slice(None)) -> dict[str, Tensor]:
+        """Return a copy of the state of some rows, or of all."""
+        return {name: getattr(self, name)[rows].clone() for name in self.NAMES}
 
     def take(self, state: dict[str, Tensor], spare_slot: int) -> None:
         """Go on from a state of as many rows or fewer. What is left over is done, and has a slot that nobody reads."""
@@ -168,8 +165,7 @@ class Rollouts:
         reason = why_not(model, settings)
         if reason is not None:
             raise NotServed(reason)
-        base = base_of(model)
-        self._model, self._settings = base, settings
+        self._model = base = base_of(model)
         self._device = next(base.parameters()).device
         self._recorder = None if recorder is None else recorder(self._device)
         names = inspect.signature(inspect.unwrap(type(base).forward)).parameters
@@ -179,9 +175,9 @@ class Rollouts:
         self.kept = KeptKeys(text.num_hidden_layers, self._device)
         self._limit: int = settings.max_new_tokens  # pyright: ignore[reportAttributeAccessIssue]
         ends = settings.eos_token_id
-        self._end_list = [ends] if isinstance(ends, int) else list(ends or ())
-        self._ends = torch.tensor(self._end_list or [-1], device=self._device)
-        self._banned: Tensor | None = None
+        ends = [ends] if isinstance(ends, int) else list(ends or ())
+        self._ends = torch.tensor(ends or [-1], device=self._device)
+        self._banned = _banned(base, settings)
         self._temperature = float(settings.temperature or 1.0) if settings.do_sample else 0.0
         self._warpers = _warpers(settings)
         self._seed = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -189,6 +185,7 @@ class Rollouts:
         self._drawn = torch.zeros(0, 0, dtype=torch.int64, device=self._device)  # of each slot
         self._recorded: tuple[Any, ...] = ()
         self._proved = False
+        self._logits: list[Tensor] | None = None  # of all draws, in the trial of a proof
         self.documents: tuple[Tensor, int] = (self._ends, 0)  # of a flat row: ends, and the longest
         self.step = Step(1, self._device)  # the one that runs
 
@@ -206,15 +203,20 @@ class Rollouts:
         """
         if not prompts:
             return []
-        with self._attending(), adapters_merged(self._model):
+        with adapters_merged(self._model):
             if not self._proved:
                 self._prove(prompts[:PROVED_ROWS])
-            self._seed.fill_(seed)
-            slots = self._allocate(prompts, min(most_rows or len(prompts), len(prompts), SIZES[-1]))
-            try:
-                return self._decode(prompts, slots)
-            finally:
-                self.kept.release()
+            return self._completed(prompts, seed, min(most_rows or len(prompts), len(prompts), SIZES[-1]))
+
+    def _completed(self, prompts: Sequence[Tokens], seed: int, most_rows: int) -> list[Tokens]:
+        token = _current.set(self)
+        try:
+            with _attention_is(self._model, NAME):
+                self._seed.fill_(seed)
+                return self._decode(prompts, self._allocate(prompts, most_rows))
+        finally:
+            self.kept.release()
+            _current.reset(token)
 
     def _decode(self, prompts: Sequence[Tokens], slots: int) -> list[Tokens]:
         waiting = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))  # rows of like length read together
@@ -274,6 +276,8 @@ class Rollouts:
 
     def _draw(self, step: Step, logits: Tensor) -> None:
         """Draw a token for each row and note it, unless the row is done."""
+        if self._logits is not None:
+            self._logits.append(logits.float())
         if self._warpers:
             scores = logits.float() / (self._temperature or 1.0)
             for warp in self._warpers:
@@ -327,27 +331,15 @@ class Rollouts:
         weight = next(p for p in self._model.parameters() if p.dim() == 2)
         like = weight.new_empty(0, dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
         row = 2 * text.num_hidden_layers * heads * longest * width * like.element_size()
-        slots = min(most, max(1, int(MEMORY * _free(self._device)) // row - 1))
+        free = free_memory(self._device)
+        slots = most if free is None else min(most, max(1, int(MEMORY * free) // row - 1))
         self.kept.allocate(slots + 1, heads, longest, width, like)  # one that nobody reads
         if len(self._drawn) < slots + 1:
             self._drawn = torch.zeros(slots + 1, self._limit + 1, dtype=torch.int64, device=self._device)
         recorded = (self._drawn.data_ptr(), like.dtype, *_constants(self._model))
         if recorded != self._recorded:
             self._steps, self._recorded = {}, recorded
-        if self._settings.suppress_tokens and self._banned is None:
-            vocab = self._model.get_output_embeddings().weight.shape[0]
-            self._banned = torch.zeros(vocab, dtype=torch.bool, device=self._device)
-            self._banned[torch.tensor(self._settings.suppress_tokens, device=self._device)] = True
         return slots
-
-    @contextmanager
-    def _attending(self) -> Iterator[None]:
-        token = _current.set(self)
-        try:
-            with _attention_is(self._model, NAME):
-                yield
-        finally:
-            _current.reset(token)
 
     def _prove(self, prompts: Sequence[Tokens]) -> None:
         """Compare the logits of a few steps with those of plain forward passes over the same tokens.
@@ -355,44 +347,24 @@ class Rollouts:
         Raises:
             NotServed: they differ.
         """
-        seen: list[Tensor] = []
-        rows, limit, recorder, draw = list(range(len(prompts))), self._limit, self._recorder, self._draw
-        self._recorder, self._limit = None, PROVED_STEPS + 1
-
-        def note(step: Step, logits: Tensor) -> None:
-            seen.append(logits.float())
-            draw(step, logits)
-
-        try:
-            self._draw = note
-            slots = self._allocate(prompts, len(prompts))
-            if slots < len(prompts):
-                raise NotServed("the GPU lacks the memory for keys and values")
-            step = Step(len(rows), self._device)
-            self._ends.fill_(-1)
-            step.take(self._read(prompts, rows, rows), 0)
-            for _ in range(PROVED_STEPS):
-                self._one_token(step)
-            drawn = self._drawn[: len(rows), :PROVED_STEPS].tolist()
-        finally:
-            del self._draw
-            self._recorder, self._limit = recorder, limit
-            self._drawn = self._drawn[:0]
-            self._ends.copy_(torch.tensor(self._end_list or [-1]))
-            self.kept.release()
-        got = torch.stack(seen, 1)  # (rows, steps, V)
-        with _attention_is(self._model, self.former):
-            want = torch.stack([
-                self._model(
-                    input_ids=torch.tensor([[*prompt, *more]], device=self._device), use_cache=False,
-                    logits_to_keep=PROVED_STEPS + 1,
-                ).logits[0].float()
-                for prompt, more in zip(prompts, drawn, strict=True)
-            ])  # fmt: skip
+        prompts = sorted(prompts, key=len, reverse=True)  # the order in which they are read
+        trial = Rollouts(self._model, GenerationConfig(max_new_tokens=PROVED_STEPS + 1), None)
+        trial._logits = []
+        drawn = trial._completed(prompts, 0, len(prompts))
+        if len(trial._logits[0]) < len(prompts):
+            raise NotServed("the GPU lacks the memory for keys and values")
+        logits = [of_step[: len(prompts)] for of_step in trial._logits[: PROVED_STEPS + 1]]
+        got = torch.stack(logits, 1)  # (rows, steps, V)
+        want = torch.stack([
+            self._model(
+                input_ids=torch.tensor([[*prompt, *more[:-1]]], device=self._device), use_cache=False,
+                logits_to_keep=PROVED_STEPS + 1,
+            ).logits[0].float()
+            for prompt, more in zip(prompts, drawn, strict=True)
+        ])  # fmt: skip
         gap = ((got - want).norm() / want.norm()).item()
-        exact = next(self._model.parameters()).dtype == torch.float32 and not torch.is_autocast_enabled(
-            self._device.type
-        )
+        dtype, kind = next(self._model.parameters()).dtype, self._device.type
+        exact = dtype == torch.float32 and not torch.is_autocast_enabled(kind)
         if not gap <= (1e-3 if exact else 0.1):  # other keys or positions than its own make it about 1
             raise NotServed(f"its logits, token by token, are {gap:.0%} away from those of whole rows")
         self._proved = True
@@ -401,13 +373,10 @@ class Rollouts:
 @contextmanager
 def _attention_is(model: Any, name: str) -> Iterator[None]:
     """Within, the model calls the attention that is registered under this name."""
-    replacements = Replacements()
-    for config in attention_configs(model):
-        replacements.set(config, ATTENTION, name)
-    try:
+    with ExitStack() as stack:
+        for config in attention_configs(model):
+            stack.enter_context(replaced(config, **{ATTENTION: name}))
         yield
-    finally:
-        replacements.undo()
 
 
 def _constants(model: Any) -> tuple[Any, ...]:
@@ -419,11 +388,14 @@ def _constants(model: Any) -> tuple[Any, ...]:
     return *(p.data_ptr() for p in model.parameters()), *adapters
 
 
-def _free(device: torch.device) -> int:
-    """Return the bytes that the device can still give."""
-    if device.type != "cuda":
-        return 1 << 33
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+def _banned(model: Any, settings: GenerationConfig) -> Tensor | None:
+    """Return which tokens of a model's head are not drawn."""
+    if not settings.suppress_tokens:
+        return None
+    head = model.get_output_embeddings().weight
+    banned = torch.zeros(head.shape[0], dtype=torch.bool, device=head.device)
+    banned[torch.tensor(settings.suppress_tokens, device=head.device)] = True
+    return banned
 
 
 def _warpers(settings: GenerationConfig) -> list[Any]:

@@ -259,10 +259,9 @@ class RowPreparation:
 def last_special(row: Mapping[str, Any], tokenizer: Any) -> int | None:
     """Return the special token at the end of what is learned of a row; a template may put a line break behind it."""
     learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {token for token, kind in added.items() if kind.special}
-    special |= set(tokenizer.all_special_ids)
-    return next((token for token in reversed(learned[-3:]) if token in special), None)
+    added, named = getattr(tokenizer, "added_tokens_decoder", {}), tokenizer.all_special_ids
+    ends = (token for token in reversed(learned[-3:]) if token in named or getattr(added.get(token), "special", False))
+    return next(ends, None)
 
 
 def check_names(eval_dataset: Any) -> None:

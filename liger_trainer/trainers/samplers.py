@@ -82,7 +82,7 @@ class ModelSampler:
 
     def _rollouts_of(self, model: Any, settings: GenerationConfig, device: torch.device) -> Rollouts | None:
         """Return what decodes for a model in CUDA graphs, None where `generate` samples for it."""
-        wanted = getattr(self._args, "sampler", GENERATE)
+        wanted = self._args.sampler
         if wanted == GENERATE or (wanted == AUTO and device.type != "cuda"):
             return None
         chosen = settings.to_diff_dict()

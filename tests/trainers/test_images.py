@@ -20,7 +20,7 @@ from tiny import (
     spread_weights,
     tiny_model,
 )
-from trainings import logged, trained
+from trainings import OnStep, logged, trained
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision import VISION_FAMILIES, picture_answers, picture_chats, vision_model, vision_processor
@@ -141,6 +141,13 @@ def test_max_length_cuts_text_as_trl_does_and_never_images():
     assert {name: value.tolist() for name, value in got.items()} == {n: v.tolist() for n, v in want.items()}
     with pytest.raises(DataError, match=r"16 of them for its images \(\d+ x \d+ pixels\).*max_length=12"):
         sft("llava", data, max_length=12).train()
+
+
+def test_ddp_looks_for_weights_without_gradient_where_a_batch_may_have_no_image():
+    trainer, seen = ours("qwen2_5_vl", picture_chats(4), max_steps=1), []
+    trainer.add_callback(OnStep(lambda: seen.append(trainer.accelerator.ddp_handler.find_unused_parameters)))
+    trainer.train()
+    assert seen == [True]
 
 
 def test_a_frozen_tower_gets_no_gradients_and_the_rest_what_it_got():

@@ -9,6 +9,7 @@ from recorders import RunsAgain
 from tiny import FAMILIES, VOCAB, completions, tiny_model
 from trainings import distill, logged, trained
 from transformers import GenerationConfig
+from vision import vision_model
 
 from liger_trainer import patch
 from liger_trainer.errors import ConfigError
@@ -141,6 +142,24 @@ def hooked():
     return model
 
 
+def odd_weights():
+    model = tiny_model()
+    model.model.norm.weight = type("Packed", (torch.nn.Parameter,), {})(model.model.norm.weight.data)
+    return model
+
+
+def with_other_layers():
+    model = tiny_model("qwen3")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    return model
+
+
+def with_sinks():
+    model = tiny_model()
+    model.model.layers[0].self_attn.sinks = torch.zeros(4)
+    return model
+
+
 @pytest.mark.parametrize(
     "make, how, reason",
     [
@@ -148,6 +167,12 @@ def hooked():
         (tiny_model, {"repetition_penalty": 1.1}, "repetition_penalty"),
         (tiny_model, {"num_beams": 2}, "num_beams"),
         (tiny_model, {"no_repeat_ngram_size": 2}, "no_repeat_ngram_size of GenerationConfig"),
+        (tiny_model, {"cache_implementation": "static"}, "cache_implementation of GenerationConfig"),
+        (lambda: vision_model("qwen2_5_vl"), {}, "more than text"),
+        (odd_weights, {}, "its weights are Packed"),
+        (with_other_layers, {}, "layers of the kinds full_attention, linear_attention"),
+        (with_sinks, {}, "its attention has sinks"),
+        (lambda: tiny_model("qwen3", head_dim=264), {}, "wider than 256"),
         (with_prompt_tuning, {}, "prompts are learned"),
         (hooked, {}, "a LlamaMLP has hooks"),
         (lambda: tiny_model(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), {}, "rope depends"),
@@ -164,6 +189,43 @@ def test_a_model_that_computes_something_else_here_is_not_served(monkeypatch):
     monkeypatch.setattr(rollouts_file, "decode_attention", lambda *args, **how: right(*args, **{**how, "window": 3}))
     with pytest.raises(NotServed, match="away from those of whole rows"):
         Rollouts(tiny_model(), settings(), None).complete(prompts_of(), 0)
+
+
+def test_what_the_memory_does_not_hold_waits(monkeypatch):
+    model, prompts, how = tiny_model("qwen3"), prompts_of(), settings()
+    a_row = 2 * 2 * 2 * (30 + 12) * 8 * 4  # keys and values of layers, heads, tokens, width, bytes
+    monkeypatch.setattr(rollouts_file, "free_memory", lambda _: int(5.5 * a_row / rollouts_file.MEMORY))
+    rollouts = Rollouts(model, how, None)
+    assert rollouts.complete(prompts, 0) == generated(model, prompts, how)
+    assert max(rollouts._steps) == 4
+    monkeypatch.setattr(rollouts_file, "free_memory", lambda _: 0)
+    with pytest.raises(NotServed, match="lacks the memory"):
+        Rollouts(model, how, None).complete(prompts, 0)
+
+
+def test_adapters_that_cannot_be_merged_are_not_served(monkeypatch):
+    model = get_peft_model(tiny_model("qwen3"), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    layer, calls = model.base_model.model.model.layers[1].mlp.up_proj, []
+
+    def merge(*_, **__):
+        calls.append(1)
+        raise NotImplementedError("not of this kind")
+
+    monkeypatch.setattr(layer, "merge", merge)
+    with pytest.raises(NotServed, match="adapters cannot be merged .not of this kind"):
+        Rollouts(model, settings(), None).complete(prompts_of(), 0)
+    assert calls and all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+class CannotRecord(RunsAgain):
+    def rehearsing(self):
+        raise RuntimeError("it waits for the device")
+
+
+def test_a_step_that_cannot_be_recorded_is_not_served():
+    with pytest.raises(NotServed, match="cannot be recorded .it waits for the device"):
+        Rollouts(tiny_model(), settings(), CannotRecord).complete(prompts_of(), 0)
 
 
 def on_policy(**options):

@@ -60,6 +60,15 @@ class LearnsFromHiddenStates(LigerTrainer):
         "the user decides": (lambda: sft(ddp_find_unused_parameters=True), True),
         "experts": (lambda: sft(tiny_model("mixtral", output_router_logits=False)), True),
         "another loss": (lambda: sft(cls=LearnsFromHiddenStates), True),
+        "a loss of the user": (
+            lambda: sft(
+                compute_loss_func=lambda outputs, labels, num_items_in_batch=None: (
+                    outputs.logits.float().square().mean()
+                )
+            ),
+            True,
+        ),
+        "layers left out at random": (lambda: sft(tiny_model("qwen3", layerdrop=0.1)), True),
         "hidden states alone": (lambda: distilled([{"type": "hidden_mse"}]), True),
         "hidden states and labels": (lambda: distilled([{"type": "hidden_mse"}, {"type": "ce"}]), False),
     }.values(),

@@ -12,6 +12,7 @@ from ...errors import ConfigError
 from ...secrets import remember_settings
 from ...teachers.connection import Connection, ConnectionOptions, key_in
 from ...teachers.fingerprints import sampled_fingerprint
+from ...trainers.options import GENERATE
 from ...trainers.rows import AllowedIds
 from ...trainers.samplers import ModelSampler, end_tokens
 from .options import GenerateOptions
@@ -75,7 +76,7 @@ class LocalTeacher:
             # 0 is no temperature for `generate`; do_sample says it
             max_completion_length=most, temperature=1.0 if greedy else self._options.temperature,
             top_p=self._options.top_p, top_k=self._options.top_k, min_p=None, repetition_penalty=1.0,
-            cache_implementation=None, generation_batch_size=None,
+            cache_implementation=None, generation_batch_size=None, sampler=GENERATE,
             generation_kwargs={"eos_token_id": stops, **({"do_sample": False, "top_k": None} if greedy else {})},
         )  # fmt: skip
         return ModelSampler(args, self._tokenizer, self._writable)

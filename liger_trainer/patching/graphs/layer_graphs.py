@@ -134,6 +134,14 @@ class Recorder(Protocol):
         ...
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes that a GPU can still give, those among them that the allocator holds; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
+
+
 class CudaRecorder:
     """Records CUDA graphs on a separate stream, in one pool of memory."""
 
@@ -149,9 +157,9 @@ class CudaRecorder:
     def has_room(self) -> bool:
         # steps so far have needed `step` besides weights and optimizer; graphs took up to 1.3 times that, 3 GiB more
         # where little was kept for backward
-        allocated = torch.cuda.memory_allocated(self._device)
-        step = torch.cuda.max_memory_allocated(self._device) - allocated
-        free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device) - allocated
+        step = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
+        free = free_memory(self._device)
+        assert free is not None
         return free > 1.3 * step + (3 << 30)
 
     @contextlib.contextmanager
