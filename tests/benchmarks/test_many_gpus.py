@@ -57,16 +57,18 @@ def test_gpus_that_are_not_there_are_refused(capsys):
 def run_tiny(folder, *words, code=0):
     assert main(["--tiny", "--output", str(folder), *words]) == code
     rows = json.loads((folder / "many-gpus-tiny.json").read_text())["results"]
-    return {(row["gpus"], row["provider"]): row for row in rows}, (folder / "many-gpus-tiny.md").read_text()
+    return {(row["gpus"] * row["micro_batches"], row["gpus"], row["provider"]): row for row in rows}, (
+        folder / "many-gpus-tiny.md"
+    ).read_text()
 
 
 def test_two_processes_train_as_trls_and_hold_what_estimate_predicts(tmp_path, monkeypatch):
     """Weights, gradients and state of the student, and the teacher's weights: half of each, by FSDP2 itself."""
     monkeypatch.setattr(many_gpus, "context_for", lambda *modules: torch.multiprocessing.get_context("fork"))
     rows, page = run_tiny(tmp_path, "--gpus", "2", "--cases", KD.name)
-    ours = rows[2, "ours"]
+    ours = rows[2, 2, "ours"]
     assert ours["failure"] is None and ours["loss_gap"] < 1e-4 and "| 2 | LigerDistillTrainer | " in page
-    (predicted,) = predict(KD, [2], tiny=True)
+    predicted = predict(KD, 2, tiny=True)
     assert ours["shares"].keys() == predicted.held_mib.keys()
     for part, mib in predicted.held_mib.items():
         assert ours["shares"][part] == pytest.approx(mib, rel=0.05), part  # tiny tensors are rounded up to 512 B
@@ -75,7 +77,7 @@ def test_two_processes_train_as_trls_and_hold_what_estimate_predicts(tmp_path, m
 @pytest.mark.slow
 def test_rows_of_the_command(tmp_path):
     rows, page = run_tiny(tmp_path, "--gpus", "1", "2", "--cases", "sft-llama-3-8b,lora-*")
-    assert len(rows) == 4 and all(row["failure"] is None and row["loss_gap"] < 1e-4 for row in rows.values())
+    assert len(rows) == 10 and all(row["failure"] is None and row["loss_gap"] < 1e-4 for row in rows.values())
     assert " of 1 |" in page
 
 
@@ -84,5 +86,5 @@ def test_a_row_that_fails_says_why(tmp_path):
     """`vocab_parallel=always` is refused for tied embeddings: the row says so, and the others run."""
     words = ["--gpus", "2", "--cases", "sft-qwen3-1.7b", "--ours", "vocab_parallel=always"]
     rows, _ = run_tiny(tmp_path, *words, code=1)
-    assert rows[2, "ours"]["failure"] is None
-    assert "ConfigError: vocab_parallel: always, but" in rows[2, "ours:vocab_parallel=always"]["failure"]
+    assert rows[2, 2, "ours"]["failure"] is None
+    assert "ConfigError: vocab_parallel: always, but" in rows[2, 2, "ours:vocab_parallel=always"]["failure"]
