@@ -461,7 +461,7 @@ def _cells(row: GpuRow, rows: Sequence[GpuRow], peak_tflops: float | None) -> li
     return [
         *head, spread(Spread.of(m.ms), ".1f"), f"{rate:,.0f}",
         "" if not reference or row.provider.name == REFERENCE or micro_batches else f"{rate / reference:.2f}",
-        "" if not base or row.gpus == fewest else f"{rate / base:.3f} of {fewest}",
+        "" if not base or row.gpus == fewest or micro_batches else f"{rate / base:.3f} of {fewest}",
         "" if peak_tflops is None else f"{rate * predicted.flops / peak_tflops / 1e12:.1%}",
         "" if used is None else f"{used:,.0f}",
         "" if estimated is None else f"{estimated:,.0f}",
