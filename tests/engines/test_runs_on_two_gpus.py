@@ -39,7 +39,7 @@ def folder(request, tmp_path, monkeypatch):
     save_student()
     words = settings(
         accelerate_config=engine, num_processes=2, use_cpu=on_cpu, bf16=not on_cpu, max_steps=STEPS, save_steps=SAVED,
-        save_strategy="steps", save_total_limit=None, lr_scheduler_type="constant", holdout_fraction=0.0,
+        save_strategy="steps", save_total_limit=None, lr_scheduler_type="constant", holdout_fraction=None,
         per_device_train_batch_size=ROWS // 2, **({"ddp_backend": "gloo"} if on_cpu else {}),
     )  # fmt: skip
     Path("run.yaml").write_text(words)
