@@ -83,7 +83,7 @@ COMMON: dict[str, Any] = {"fp32": True, **STEPS}
 # gate allows, so that it would refuse ours for nothing.
 LLAMA: dict[str, Any] = {"checkpointing": True, "gently": 5, **COMMON}
 # To compare heads that are gathered with heads that stay on their ranks: untied ones, below few layers.
-HEADS_ONLY: dict[str, Any] = {"layers": 12, "default": False, "gently": 5, **COMMON}
+HEADS_ONLY: dict[str, Any] = {"layers": 8, "default": False, "gently": 5, **COMMON}
 CASES = (  # `rows` are of one GPU
     Case("ddp-sft-qwen3-0.6b", "Qwen3-0.6B", 8, 1024, **DDP),
     Case("ddp-lora-qwen3-0.6b", "Qwen3-0.6B", 8, 1024, lora_dropout=0.0, **DDP),
@@ -213,6 +213,10 @@ def _products(config: Any, length: int) -> tuple[int, int]:
 class RankWorker(TrainerWorker):
     """Trains as one of several ranks."""
 
+    def load_rank(self, environment: dict[str, str]) -> None:
+        os.environ.update(environment)
+        self.load()
+
     def run_rank(
         self, case: Case, provider: Provider, gpus: int, micro_batches: int, environment: dict[str, str]
     ) -> tuple[Measured, dict[str, float]]:
@@ -226,6 +230,8 @@ class RankWorker(TrainerWorker):
         if self.tiny:
             torch.set_num_threads(1)
         else:
+            if gpus == 1 and torch.cuda.device_count() > 1:
+                raise RuntimeError(f"expected to see one GPU, got {torch.cuda.device_count()}")
             torch.cuda.set_device(int(environment.get("LOCAL_RANK", 0)))
         if micro_batches > 1:
             provider = replace(provider, options={**provider.options, "gradient_accumulation_steps": micro_batches})
@@ -328,8 +334,10 @@ class Ranks:
         self.row, self.tiny = row, options.tiny
         context = None if row.provider.compiles else context_for(*PRELOADED)
         self.ranks = [Process(RankWorker, row.provider.name, self.tiny, context) for _ in range(row.gpus)]
+        # Before an import can look for GPUs: a process that saw several would train by torch's DataParallel.
+        seen = {"CUDA_VISIBLE_DEVICES": str(row.device)} if row.gpus == 1 else {}
         for rank in self.ranks:
-            rank.start("load")
+            rank.start("load_rank", seen)
         row.predicted = predict(row.case, row.gpus, self.tiny)  # while they import
         peak, memory = row.predicted.peak_mib, options.memory_mib
         fits = memory is None or peak <= memory  # the others take more than ours
@@ -339,9 +347,7 @@ class Ranks:
         row = self.row
         environment = environment_of(row.gpus, self.tiny, row.case.engine)
         for number, rank in enumerate(self.ranks):
-            mine = {"RANK": str(number), "LOCAL_RANK": str(number)}
-            if row.gpus == 1:  # a process that saw several would train by torch's DataParallel
-                mine = {"CUDA_VISIBLE_DEVICES": str(row.device)}
+            mine = {"RANK": str(number), "LOCAL_RANK": str(number)} if row.gpus > 1 else {}
             rank.start(f"{method}_rank", *arguments, row.gpus, row.micro_batches, environment | mine)
 
     def result(self, seconds: float | None = None) -> tuple[Measured | None, str | None]:
@@ -366,15 +372,16 @@ class Ranks:
             rank.kill()
 
 
-def together(rows: Sequence[GpuRow], there: int) -> Iterator[Sequence[GpuRow]]:
-    """Yield rows that run at the same time: those on one GPU as many at a time as there are, others one by one."""
-    for on_one, group in itertools.groupby(rows, key=lambda row: row.gpus == 1):
-        of_group = list(group)
-        size = there if on_one else 1
-        for bunch in (of_group[at : at + size] for at in range(0, len(of_group), size)):
-            for device, row in enumerate(bunch):
-                row.device = device
+def together(rows: Sequence[GpuRow]) -> Iterator[Sequence[GpuRow]]:
+    """Yield rows that run at the same time: those on one GPU as long as each has another, others one by one."""
+    bunch: list[GpuRow] = []
+    for row in rows:
+        if bunch and (row.gpus > 1 or bunch[0].gpus > 1 or row.device in {other.device for other in bunch}):
             yield bunch
+            bunch = []
+        bunch.append(row)
+    if bunch:
+        yield bunch
 
 
 def compared(measured: Iterator[GpuRow], rows: Sequence[GpuRow]) -> Iterator[GpuRow]:
@@ -550,8 +557,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     rows = rows_of(options)
     in_turn = sorted(rows, key=lambda row: row.gpus == 1)  # what a time limit cuts off are those on one
-    bunches = functools.partial(together, there=there)
-    measured = compared(measure(in_turn, options, Ranks, AHEAD, bunches), rows)
+    for number, row in enumerate(row for row in in_turn if row.gpus == 1):
+        row.device = number % there
+    measured = compared(measure(in_turn, options, Ranks, AHEAD, together), rows)
     return report("many-gpus", options, header, rows, measured, markdown)
 
 

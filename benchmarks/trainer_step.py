@@ -265,6 +265,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "norm_tolerance": NORM_TOLERANCE,
     }  # fmt: skip
     rows = [Row(case, provider) for case, provider in pairs(options) if not provider.shares]
+    if left_out := {provider.name for _, provider in pairs(options) if provider.shares}:
+        say("trainer-step", f"left out: {', '.join(sorted(left_out))}, which benchmarks.many_gpus measures")
     return report("trainer-step", options, header, rows, measure(rows, options), markdown)
 
 

@@ -5,7 +5,6 @@ The same on two processes of a CPU, by DDP, is slow: each command imports everyt
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from commands import lines, settings
 from tiny import tiny_model, tiny_tokenizer
 
 STEPS, SAVED, ROWS = 20, 2, 8
+RUN = ("run", "run.yaml", "~holdout_fraction")
 ROOT = Path(__file__).parents[2]
 TWO_GPUS = [
     pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
@@ -36,28 +36,19 @@ def folder(request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"w{i % 7} w{i % 5}", "completion": f" w{i % 3} w{i % 11}"} for i in range(STEPS * ROWS)]
     Path("rows.jsonl").write_text(lines(rows))
-    save_student()
+    tiny_model("llama").save_pretrained("student")
+    tiny_tokenizer().save_pretrained("student")
     words = settings(
         accelerate_config=engine, num_processes=2, use_cpu=on_cpu, bf16=not on_cpu, max_steps=STEPS, save_steps=SAVED,
-        save_strategy="steps", save_total_limit=None, lr_scheduler_type="constant", holdout_fraction=None,
+        save_strategy="steps", lr_scheduler_type="constant",
         per_device_train_batch_size=ROWS // 2, **({"ddp_backend": "gloo"} if on_cpu else {}),
     )  # fmt: skip
     Path("run.yaml").write_text(words)
     return tmp_path
 
 
-def save_student(not_finite: int | None = None) -> None:
-    """Save a model with untied heads; the embedding of one word may be NaN, so that the rank that reads it has NaN."""
-    model = tiny_model("llama")
-    if not_finite is not None:
-        with torch.no_grad():
-            model.get_input_embeddings().weight[not_finite] = torch.nan
-    model.save_pretrained("student")
-    tiny_tokenizer().save_pretrained("student")
-
-
 def start(*words: object) -> psutil.Popen:
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path.cwd()), str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for name in ("RANK", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "TRITON_INTERPRET"):
         environment.pop(name, None)
@@ -104,31 +95,45 @@ def kill_rank_1(launcher: psutil.Popen, when: Path) -> None:
 
 
 def test_a_killed_rank_ends_the_run_which_goes_on_on_two_and_on_one(folder):
-    finish("run", "run.yaml", "output_dir=whole")
+    finish(*RUN, "output_dir=whole")
     want = losses("whole")
     assert list(want) == list(range(1, STEPS + 1)) and min(want.values()) < 0.9 * want[1]
 
-    launcher = start("run", "run.yaml", "output_dir=killed")
+    launcher = start(*RUN, "output_dir=killed")
     kill_rank_1(launcher, Path("killed", f"checkpoint-{2 * SAVED}"))
     code, log = end_of(launcher)
     assert code != 0 and not Path("killed", f"checkpoint-{STEPS}").exists(), log[-4000:]
     shutil.copytree("killed", "on_one")
 
-    resumed = finish("resume", "killed")
-    assert re.search(r"checkpoint-\d+", resumed)
-    assert losses("killed") == pytest.approx(want, rel=5e-3)
-    finish("resume", "on_one", "num_processes=1", f"per_device_train_batch_size={ROWS}")
-    assert losses("on_one") == pytest.approx(want, rel=5e-3)
+    on_two, on_one = (), ("num_processes=1", f"per_device_train_batch_size={ROWS}")
+    for out, words in (("killed", on_two), ("on_one", on_one)):
+        first = Path(out, f"checkpoint-{SAVED}", "trainer_state.json")
+        written = first.stat().st_mtime_ns
+        finish("resume", out, *words)
+        assert losses(out) == pytest.approx(want, rel=5e-3)
+        assert first.stat().st_mtime_ns == written, "it began again"
+
+
+PLANTED = """
+import os
+
+if os.environ.get("RANK") == "1":
+    from planted import Plant
+    from transformers import Trainer
+
+    train = Trainer.train
+
+    def planted(trainer, *arguments, **options):
+        Plant(trainer, "loss", 3)
+        return train(trainer, *arguments, **options)
+
+    Trainer.train = planted
+"""  # which Python imports as sitecustomize before the command line
 
 
 def test_nan_on_one_rank_stops_both(folder):
-    """One row of step 3 has the word whose embedding is NaN. Both ranks end, with the sentence and code of NaN."""
-    rows = Path("rows.jsonl").read_text().splitlines()
-    only = 2 * ROWS + 1
-    rows[only] = json.dumps({"prompt": "w12 w12", "completion": " w12 w1"})
-    Path("rows.jsonl").write_text("\n".join(rows) + "\n")
-    word = tiny_tokenizer().convert_tokens_to_ids("w12")
-    save_student(not_finite=word)
-    code, log = end_of(start("run", "run.yaml", "train_sampling_strategy=sequential"))
-    assert code == 5 and re.search(r"In step 3 ", log) and "Traceback" not in log, log[-4000:]
+    """In step 3, on rank 1. Both end with NaN's sentence and exit code, and only the checkpoint before it is there."""
+    Path("sitecustomize.py").write_text(PLANTED)
+    code, log = end_of(start(*RUN))
+    assert code == 5 and "In step 3 " in log, log[-4000:]
     assert sorted(path.name for path in Path("out").glob("checkpoint-*")) == [f"checkpoint-{SAVED}"]
