@@ -134,12 +134,13 @@ def run_config(case: Case, tiny: bool, gpus: int = 1) -> Any:
         "model_name_or_path": "model", "dataset_name": "rows.jsonl", "max_length": length_of(case, tiny),
         "max_steps": 1, "per_device_train_batch_size": case.rows, "gradient_checkpointing": case.checkpointing,
         "optim": "adamw_torch_fused", "bf16": not tiny, "use_cpu": tiny, "report_to": "none", "output_dir": "out",
+        "dtype": "float32" if tiny or (case.fp32 and case.lora_dropout is None) else "bfloat16",
     }  # fmt: skip
     if case.teacher:
         settings["teacher_model_name_or_path"] = "teacher"
     if case.lora_dropout is not None:
         settings |= {f"lora_{key.removeprefix('lora_')}": value for key, value in lora_options(case).items()}
-        settings |= {"use_peft": True, "lora_target_modules": "all-linear", "dtype": "float32" if tiny else "bfloat16"}
+        settings |= {"use_peft": True, "lora_target_modules": "all-linear"}
     if gpus > 1:
         settings |= {"accelerate_config": case.engine, "num_processes": gpus}
     return check_text(yaml.safe_dump(settings), "case.yaml")
@@ -252,10 +253,14 @@ class RankWorker(TrainerWorker):
         return measured, shares
 
     def callback(self, trainer: Any, case: Case, shares: dict[str, float]) -> Any:
-        """Return what fills `shares` before the optimizer steps, and has every second layer checkpointed."""
+        """Return what fills `shares` before a step of the optimizer, and has every second layer checkpointed."""
         from transformers import TrainerCallback
 
-        do = {"on_pre_optimizer_step": lambda self, *_, **__: shares.update(shares_of(trainer))}
+        def look(self: Any, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == 1:  # the second step, which is not timed
+                shares.update(shares_of(trainer))
+
+        do: dict[str, Any] = {"on_pre_optimizer_step": look}
         if case.selective:
             do["on_train_begin"] = lambda self, *_, **__: spare_every_second(trainer.model)
         return type("Shares", (TrainerCallback,), do)()

@@ -6,6 +6,7 @@ The same on two processes of a CPU, by DDP, is slow: each command imports everyt
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -20,10 +21,7 @@ from tiny import tiny_model, tiny_tokenizer
 STEPS, SAVED, ROWS = 20, 2, 8
 RUN = ("run", "run.yaml", "~holdout_fraction")
 ROOT = Path(__file__).parents[2]
-TWO_GPUS = [
-    pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-    pytest.mark.xdist_group("two GPUs"),
-]  # fmt: skip
+TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 
 @pytest.fixture(params=[
@@ -52,7 +50,10 @@ def start(*words: object) -> psutil.Popen:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for name in ("RANK", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "TRITON_INTERPRET"):
         environment.pop(name, None)
-    command = [sys.executable, "-m", "liger_trainer", *map(str, words)]
+    with socket.socket() as free:  # so that several runs may go on at a time
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "liger_trainer", *map(str, words), f"main_process_port={port}"]
     with Path("log").open("w") as log:
         return psutil.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
