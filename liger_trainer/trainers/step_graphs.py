@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..common.console import announce
@@ -20,6 +21,7 @@ from ..patching.graphs.cuda_graphs import GraphedLayers
 from ..patching.graphs.layer_graphs import NotCapturable
 from ..patching.layers.experts import looks_like_experts
 from ..patching.patcher import base_of
+from .fsdp_memory import ShardedGraphs
 from .host import TrainerHost
 from .options import ALWAYS, AUTO, NEVER
 
@@ -43,17 +45,21 @@ def reduce_host_work(trainer: TrainerHost) -> Iterator[None]:
     """
     replacements = Replacements()
     spare_copies_of_gradients(trainer, replacements)
-    graphed = _graphed(trainer, getattr(trainer.args, "cuda_graphs", AUTO))
+    wanted = getattr(trainer.args, "cuda_graphs", AUTO)
+    sharded = _sharded(trainer, wanted)
+    graphed = _graphed(trainer, wanted) if sharded is None else sharded.graphed
     for name, quick in without_walks(trainer.model).items():
         replacements.set(trainer.model, name, types.MethodType(quick, trainer.model))
-    if "student" in graphed:
+    if "student" in graphed or sharded is not None:
         pad_to_few_shapes(trainer, replacements)
     try:
         yield
     finally:
-        for name, layers in graphed.items():
-            trainer.graph_reports[name] = layers.report
+        for layers in graphed.values():
             layers.undo()
+        if sharded is not None:
+            sharded.undo()
+        trainer.graph_reports |= {name: layers.report for name, layers in graphed.items()}
         replacements.undo()
 
 
@@ -63,7 +69,7 @@ def _graphed(trainer: TrainerHost, wanted: str) -> dict[str, GraphedLayers]:
     if wanted == NEVER or trainer.args.device.type != "cuda" and wanted == AUTO:
         return {}
     graphed: dict[str, GraphedLayers] = {}
-    for name, model in {"student": base_of(trainer.model), **trainer.frozen_models()}.items():
+    for name, model in _models(trainer).items():
         try:
             reason = _why_no_graphs(trainer)
             if reason is not None:
@@ -79,18 +85,35 @@ def _graphed(trainer: TrainerHost, wanted: str) -> dict[str, GraphedLayers]:
     return graphed
 
 
+def _models(trainer: TrainerHost) -> dict[str, Any]:
+    return {"student": base_of(trainer.model), **trainer.frozen_models()}
+
+
+def _sharded(trainer: TrainerHost, wanted: str) -> ShardedGraphs | None:
+    """Return what records the layers of models that FSDP2 shards; None where it has none to record."""
+    if not trainer.is_fsdp_enabled or wanted == NEVER or _why_no_graphs(trainer) is not None:
+        return None
+    trainer.graph_reports = {}
+    return ShardedGraphs(trainer, lambda: _models(trainer), always=wanted == ALWAYS)
+
+
 def _why_no_graphs(trainer: TrainerHost) -> str | None:
     """Return why a training cannot have its layers in graphs, None if nothing is known against it."""
-    args = trainer.args
+    args, plugin = trainer.args, trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     reasons = {
         f"the device is {args.device.type}": args.device.type != "cuda",
-        "FSDP moves weights": trainer.is_fsdp_enabled,
+        "FSDP1 moves weights": plugin is not None and plugin.fsdp_version == 1,
+        "FSDP keeps weights in CPU memory": plugin is not None and _offloads(plugin),
         "DeepSpeed moves weights": trainer.is_deepspeed_enabled,
         "tensor parallelism splits layers": trainer.get_tp_size() > 1,
         "torch_compile makes its own graphs": args.torch_compile,
         "activation_offloading moves what layers keep": getattr(args, "activation_offloading", False),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _offloads(plugin: Any) -> bool:
+    return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
 # DistributedDataParallel, where accelerate wraps the model in it when the training begins.
