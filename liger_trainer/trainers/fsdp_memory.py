@@ -49,6 +49,7 @@ class ShardedGraphs(TrainerCallback):
         trainer.callback_handler.add_callback(self)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._promised = 0  # by now, what was kept after an earlier step is gathered
         for name, model in self._models().items() if self._open else ():
             if name in self._open:
                 try:

@@ -6,6 +6,7 @@ Run as a script, it is one of two processes. Without a GPU what is recorded runs
 import collections
 import functools
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,8 +92,8 @@ def rows_of_one_length(n=24):
     return Dataset.from_dict({"input_ids": ids, "labels": ids})
 
 
-def run(case, mode, resume=None, **options):
-    """Train; return what both ways have to have in common, and what they don't."""
+def run(case, mode, resume=None, free=1 << 40, **options):
+    """Train; return what both ways have to have in common, and what they don't. free: bytes of memory, as is said."""
     gathered = []
     gather = _fsdp_param_group.foreach_all_gather
     RunsAgain.replays = 0
@@ -105,13 +106,14 @@ def run(case, mode, resume=None, **options):
         patch.setattr(_fsdp_param_group, "foreach_all_gather", counted)
         patch.setattr(step_graphs, "_why_no_graphs", lambda trainer: None)
         patch.setattr(fsdp_memory, "GraphedLayers", functools.partial(GraphedLayers, recorder=RunsAgain))
-        patch.setattr(fsdp_memory, "step_memory", lambda device: (options.pop("free", 1 << 40), 0))
+        patch.setattr(fsdp_memory, "step_memory", lambda device: (free, 0))
         torch.manual_seed(0)
-        trainer = make(case, mode, **{k: v for k, v in options.items() if k != "free"})
+        trainer = make(case, mode, **options)
         watch = Watch(gathered)
         watch.trainer = trainer
         trainer.add_callback(watch)
         trained(trainer, resume)
+        sizes = [sizes_of(layers_of(model)) for model in step_graphs._models(trainer).values()]
         trainer.evaluate()
         model = trainer.model
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -122,7 +124,7 @@ def run(case, mode, resume=None, **options):
             "weights": {name: p.full_tensor() for name, p in model.named_parameters()},
             "places": {key: len(seen) for key, seen in watch.places.items()},
             "gathered": watch.steps, "between": watch.between, "replays": RunsAgain.replays,
-            "reports": trainer.graph_reports,
+            "reports": trainer.graph_reports, "sizes": sizes,
             "left": [
                 name for layer in layers_of(base_of(model)) for name in vars(layer)
                 if name in ("forward", "set_reshard_after_forward")
@@ -130,13 +132,37 @@ def run(case, mode, resume=None, **options):
         }  # fmt: skip
 
 
+def sizes_of(layers):
+    """Return how many weights layers have, and how many are trained."""
+    parameters = [p for layer in layers for p in layer.parameters()]
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
 def main(path, *cases):
-    finish({(case, mode): run(case, mode) for case in cases for mode in ("never", "auto")}, path)
+    results = {}
+    for case in cases:
+        if case == "too little memory":
+            results[case] = run("all weights", "auto", free=1000)
+        elif case == "resumed":
+            results[case] = [
+                run("lora", mode, save_strategy="steps", save_steps=3, output_dir=str(Path(path).parent / mode), **how)
+                for mode, how in (
+                    ("never", {}),
+                    ("auto", {}),
+                    ("auto", {"resume": Path(path).parent / "auto/checkpoint-3"}),
+                )
+            ]
+        else:
+            results |= {(case, mode): run(case, mode) for mode in ("never", "auto")}
+    finish(results, path)
 
 
 @functools.cache
 def of_speed(quick):
-    return outcome_of(2, "../engines/test_fsdp2_graphs.py", *(case for case in CASES if (case in QUICK) is quick))
+    cases = [case for case in CASES if (case in QUICK) is quick]
+    return outcome_of(
+        2, "../engines/test_fsdp2_graphs.py", *cases, *(["too little memory", "resumed"] if quick else [])
+    )
 
 
 def both_ways(case):
@@ -163,6 +189,33 @@ def test_each_weight_is_one_parameter_at_one_address(case):
     assert set(got["places"].values()) == {1}
     assert got["replays"] > 0 and "FSDP2 kept" in got["reports"]["student"]
     assert all(got["between"]) and not got["left"]
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in PARAMETERS if case.values[0] not in ("sampled", "freed after backward only")]
+)
+def test_a_step_gathers_trained_weights_once_and_frozen_ones_not_again(case):
+    want, got = both_ways(case)
+    (whole, trained), *teachers = got["sizes"]
+    passes = 2 if "accumulation" in case else 1
+    # FSDP2 gathers the student's for the forward and for the backward
+    spared = passes * (2 * whole - trained) + sum(whole for whole, _ in teachers)
+    assert want["gathered"][3] - got["gathered"][3] == spared > 0
+
+
+def test_where_memory_lacks_fsdp2_goes_on_as_it_is():
+    got = of_speed(True)["too little memory"]
+    assert "needs 3.0 GiB more, and one lacks 3.0 GiB of it" in got["reports"]["student"]
+    assert got["replays"] == 0 and len(set(got["gathered"])) == 1 and not got["left"]
+
+
+def test_a_checkpoint_of_shards_is_resumed():
+    want, whole, resumed = of_speed(True)["resumed"]
+    assert resumed["replays"] == 0 < whole["replays"]  # three steps are too few to record
+    for got in (whole, resumed):
+        assert got["loss"] == want["loss"]
+        for name, weight in want["weights"].items():
+            assert torch.equal(got["weights"][name], weight), name
 
 
 if __name__ == "__main__":
