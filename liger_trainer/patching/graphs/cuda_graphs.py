@@ -27,17 +27,8 @@ from ...compat.modules import any_hook, hook_places, is_hooked, parameter_places
 from ...compat.torch_internals import in_backward
 from ...errors import ConfigError
 from ...losses.model_parts import decoder_layers
-from .layer_graphs import (
-    CudaRecorder,
-    LayerCall,
-    LayerGraph,
-    NotCapturable,
-    Recorder,
-    Tensors,
-    Turn,
-    flatten,
-    record_stack,
-)
+from .layer_graphs import LayerCall, LayerGraph, NotCapturable, Places, Turn, flatten, record_stack
+from .recorder import CudaRecorder, Recorder, Tensors
 
 SEEN = 2  # passes of a shape before its graphs are recorded: a compiler of kernels has its turn, and shapes come again
 SHAPES = 16  # that graphs are recorded for: each keeps its layers' inputs
@@ -57,6 +48,8 @@ class GraphedLayers:
         trained: whether its passes with gradients are recorded, or those without, as of a teacher.
         always: record layers of any size.
         recorder: the class of what records.
+        places: returns where gradients of parameters are to be, if not in the memory of the graphs. It is asked when
+            graphs are recorded.
         whole: the layers' weights where FSDP2 shards them: whole in the forwards of their layers, and shards elsewhere.
 
     Attributes:
@@ -68,10 +61,12 @@ class GraphedLayers:
 
     def __init__(
         self, model: Any, name: str = "student", trained: bool = True, always: bool = False,
-        recorder: type[Recorder] = CudaRecorder, whole: WholeWeights | None = None,
+        recorder: type[Recorder] = CudaRecorder, places: Callable[[], Places] = dict,
+        whole: WholeWeights | None = None,
     ):  # fmt: skip
         self.layers, self._whole = layers_of(model), whole
         self.name, self._trained, self._always, self._make_recorder = name, trained, always, recorder
+        self._gradient_places = places
         self._check()
         self._most_rows = float("inf") if always else most_rows(self.layers)
         self.report = f"CUDA graphs: none for the {name} yet"
@@ -240,12 +235,13 @@ class GraphedLayers:
         assert self._recorder is not None
         self._find_places()
         self._weights = self._constants()
+        places = self._gradient_places()
         with (
             self._whole_in_place(), _without_cast_cache(self._make_recorder.device_type),
             _without_checkpointing(self.layers),
         ):  # fmt: skip
             graphs = [
-                LayerGraph(layer, call, self._trained, recompute)
+                LayerGraph(layer, call, self._trained, recompute, places)
                 for layer, call in zip(self.layers, calls, strict=True)
             ]
             record_stack(graphs, self._recorder)
