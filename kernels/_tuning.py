@@ -69,6 +69,8 @@ class H100:
     # Sampling: keys of a block and warps; tiles of a row of logits, columns at a time, warps (not swept).
     DECODE_ATTENTION = 64, 4
     DRAW_TOKENS = 16, 1024, 4
+    # Products of few rows: the most rows; columns of a tile, numbers of K at a time, warps, stages; programs wanted.
+    THIN_ROWS, THIN_TILE, THIN_PROGRAMS = 128, (32, 128, 4, 4), 100
 
     # Divergences of given distributions: entries and warps of a program, or of a step along a row; bytes of two rows
     # up to which two of them a multiprocessor stay in L2 between a forward's passes (not swept, from its size).

@@ -29,6 +29,7 @@ from ..kernels.draw_tokens import draw_tokens
 from ..patching.graphs.layer_graphs import Recorder, free_memory
 from ..patching.packing.packed_attention import NAMES, PackedAttention, attention_configs
 from ..patching.patcher import base_of
+from .decoding_layers import DecodingLayers
 from .rollout_support import NotServed, adapters_merged, why_not
 
 Tokens = list[int]
@@ -173,6 +174,7 @@ class Rollouts:
         self.former = next(f for f, name in NAMES.items() if attention_implementation(base.config) in (f, name))
         text = base.config.get_text_config()
         self.kept = KeptKeys(text.num_hidden_layers, self._device)
+        self._layers = DecodingLayers(base)
         self._limit: int = settings.max_new_tokens  # pyright: ignore[reportAttributeAccessIssue]
         ends = settings.eos_token_id
         ends = [ends] if isinstance(ends, int) else list(ends or ())
@@ -298,7 +300,9 @@ class Rollouts:
 
     def _one_token(self, step: Step) -> None:
         self.step = step
-        self._draw(step, self._forward(step.token[:, None], step.length[:, None].long())[:, -1])
+        with self._layers.in_use():
+            logits = self._forward(step.token[:, None], step.length[:, None].long())[:, -1]
+        self._draw(step, logits)
 
     def _run(self, step: Step) -> None:
         """Run a step; the first time, record it."""

@@ -6,6 +6,7 @@ import torch
 from liger_trainer.kernels._triton import INSTALLED, INTERPRETED
 from liger_trainer.kernels.decode_attention import decode_attention, decode_attention_reference, places_of
 from liger_trainer.kernels.draw_tokens import draw_tokens, draw_tokens_reference, gumbel_reference
+from liger_trainer.kernels.thin_linear import MOST_TILES, ROWS, thin_linear, thin_linear_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
@@ -59,6 +60,67 @@ def test_what_does_not_fit_is_refused():
         decode_attention(q, k[:, :1], v[:, :1], keys, values, slots, lengths, scale=1.0)
     with pytest.raises(ValueError, match="keys have the dtype of q"):
         decode_attention(q, k, v, keys.double(), values.double(), slots, lengths, scale=1.0)
+
+
+PRODUCTS = [  # columns of each weight, K, biases, what follows: several tiles and less than one, one product shared
+    ((40, 16, 24), 72, False, {}),
+    ((40, 1, 24), 72, True, {}),
+    ((33, 65), 1000, True, {}),
+    ((70,), 2056, True, {}),
+    ((70,), 2056, False, {"residual": True}),
+    ((70,), 40, True, {"residual": True}),
+    ((70, 70), 136, False, {"activation": "silu"}),
+    ((33, 33), 300, True, {"activation": "gelu_tanh"}),
+]
+
+
+@launched
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.float32] if DEVICE == "cpu" else [torch.bfloat16, torch.float16]
+)
+@pytest.mark.parametrize("rows", [1, 19, 64, 70])
+@pytest.mark.parametrize("sizes, K, biased, how", PRODUCTS, ids=str)
+def test_products_of_few_rows(sizes, K, biased, how, rows, dtype):
+    def draw(*shape, dtype=dtype):
+        return torch.randn(*shape, dtype=dtype, device=DEVICE)
+
+    x, weights = draw(rows, 1, K), [draw(size, K) / K**0.5 for size in sizes]
+    biases = [draw(size) for size in sizes] if biased else None
+    how = {**how, **({"residual": draw(rows, 1, sizes[0])} if "residual" in how else {})}
+    wide = {name: value.double() if torch.is_tensor(value) else value for name, value in how.items()}
+    truth = thin_linear_reference(
+        x.double(), [w.double() for w in weights], biases and [b.double() for b in biases], **wide
+    )
+    plain = thin_linear_reference(x, weights, biases, **how)
+    arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=DEVICE)
+    for _ in range(2):  # what the parts count is zero again afterwards
+        got = thin_linear(x, weights, biases, **how, arrived=arrived)
+        assert [y.dtype for y in got] == [y.dtype for y in plain] and not arrived.any()
+        for ours, theirs, true in zip(got, plain, truth, strict=True):
+            error = (theirs.double() - true).norm()
+            assert (ours.double() - true).norm() <= 2 * error + 1e-6 * true.norm()
+
+
+@launched
+def test_wider_weights_and_residuals_of_products():
+    x, weight = torch.randn(9, 600, dtype=torch.float16, device=DEVICE), torch.randn(50, 600, device=DEVICE)
+    residual = torch.randn(9, 50, device=DEVICE)
+    (got,) = thin_linear(x, [weight], residual=residual)
+    want = residual.double() + x.double() @ weight.half().double().t()
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_products_that_do_not_fit_are_refused():
+    x, w = torch.randn(ROWS + 1, 8), torch.randn(4, 8)
+    with pytest.raises(ValueError, match="one to three weights"):
+        thin_linear(x, [w[:, :5]])
+    with pytest.raises(ValueError, match="takes a bias"):
+        thin_linear(x, [w], [torch.zeros(5)])
+    with pytest.raises(ValueError, match="gate and up of one shape"):
+        thin_linear(x, [w], activation="silu")
+    with pytest.raises(ValueError, match="A residual is added"):
+        thin_linear(x, [w], residual=x)
 
 
 def draw_inputs(B, V, dtype=torch.float32):

@@ -57,6 +57,7 @@ from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy  # n
 from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence  # noqa: E402
 from liger_trainer.kernels.linear_log_probs import linear_log_probs  # noqa: E402
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence  # noqa: E402
+from liger_trainer.kernels.thin_linear import thin_linear  # noqa: E402
 
 _linear_head.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
 
@@ -270,6 +271,9 @@ def sampling(dtype: torch.dtype) -> None:
         every = [{}, {"softcap": 5.0, "window": 16}, {"window": 16}] if in_every_way(dtype) else [{}]
         for how in every:
             decode_attention(q, new, new, kept, kept, numbers, numbers, scale=0.1, **how)
+    x, weights, residual = (torch.rand(*shape).to(dtype) for shape in ((N, 512), (3, 64, 512), (N, 64)))
+    for count, how in ((3, {}), (1, {"residual": residual}), (2, {"activation": "silu"})):
+        thin_linear(x, [*weights[:count]], **how)
     logits, seed, banned = (
         torch.rand(N, V).to(dtype),
         torch.zeros(1, dtype=torch.int64),
