@@ -66,8 +66,8 @@ class H100:
     ATTENTION_EXACT = 32, 32, 4, 1  # in fp32: products without tensor cores, which compile slowly if they are large
     ATTENTION_BOUNDS = 256  # tokens a program; not swept
 
-    # Sampling: keys of a block and warps; tiles of a row of logits, columns at a time, warps (not swept).
-    DECODE_ATTENTION = 64, 4
+    # Sampling: keys of a block, warps, stages; tiles of a row of logits, columns at a time, warps (not swept).
+    DECODE_ATTENTION = 64, 4, 3
     DRAW_TOKENS = 16, 1024, 4
     # Products of few rows: the most rows; columns of a tile, numbers of K at a time, warps, stages; programs wanted.
     THIN_ROWS, THIN_TILE, THIN_PROGRAMS = 128, (32, 128, 4, 4), 100

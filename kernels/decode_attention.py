@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._autograd import stats_dtype
 from ._logits import transformed
-from ._triton import Launch, kept_launch, tl, triton, use_triton
+from ._triton import Launch, kept_launch, starts_early, tl, triton, use_triton, wait_for_the_last
 from ._tuning import SHAPES
 
 WIDEST = 256  # D
@@ -50,9 +50,10 @@ def _kernel(
     q_ptr, k_ptr, v_ptr, places_ptr, slots_ptr, lengths_ptr, o_ptr, q_row, q_head, k_row, k_head, v_row, v_head, scale,
     softcap, window, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, KEPT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """places_ptr: int64, the addresses of keys and values, and `longest`."""
+    wait_for_the_last(EARLY)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -78,7 +79,7 @@ def _kernel(
     if WINDOW:
         first = tl.maximum(length - window + 1, 0) // BLOCK_N * BLOCK_N
     n = tl.arange(0, BLOCK_N)
-    for start in range(first, length, BLOCK_N):
+    for start in tl.range(first, length, BLOCK_N, num_stages=STAGES):
         at = start + n
         seen = at < length
         if WINDOW:
@@ -152,7 +153,7 @@ def _launch(
 ) -> Launch:
     B, heads, D = q.shape
     group = heads // k.shape[1]
-    block, warps = SHAPES.DECODE_ATTENTION
+    block, warps, stages = SHAPES.DECODE_ATTENTION
     if D * q.element_size() > 512:  # more does not fit into shared memory
         block //= 2
     return kept_launch(
@@ -160,5 +161,6 @@ def _launch(
         scale, softcap or 1.0, window or 0, GROUP=group, HEADS=k.shape[1], D=D,
         BLOCK_D=max(16, triton.next_power_of_2(D)), QUERIES=max(16, triton.next_power_of_2(group)), BLOCK_N=block,
         KEPT=getattr(tl, str(kept).removeprefix("torch.")), SOFTCAP=softcap is not None, WINDOW=window is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=warps,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=stages,
+        num_warps=warps, **starts_early(),
     )  # fmt: skip

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._autograd import check_dtypes
 from ._gated import ACTIVATIONS, activate, gated, gated_reference, runs_plain
-from ._triton import Launch, kept_launch, tl, triton
+from ._triton import Launch, kept_launch, starts_early, tl, triton, wait_for_the_last
 from ._tuning import SHAPES
 
 ROWS = SHAPES.THIN_ROWS  # more are left to torch's products
@@ -53,7 +53,9 @@ def _kernel(
     x_ptr, w0_ptr, w1_ptr, w2_ptr, b0_ptr, b1_ptr, b2_ptr, y0_ptr, y1_ptr, y2_ptr, residual_ptr, parts_ptr,
     arrived_ptr, N, K, O0, O1, O2, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_the_last(EARLY)
     tile, part, slab = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     w_ptr, b_ptr, y_ptr, width = w0_ptr, b0_ptr, y0_ptr, O0
     if ACTIVATION is None:  # which of the products this tile is of
@@ -175,7 +177,7 @@ def thin_linear(
     launch: Launch = kept_launch(
         _kernel, (tiles, tiling.parts, slabs), N, K, *sizes, ACTIVATION=activation, ROWS=rows, COLUMNS=tiling.columns,
         BLOCK=tiling.block, PARTS=tiling.parts, EVEN=K % tiling.block == 0, STAGES=tiling.stages,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=tiling.warps,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=tiling.warps, **starts_early(),
     )  # fmt: skip
     launch(x.contiguous(), *_three(weights), *_three(biases), *_three(y), residual, parts, arrived)
     return tuple(y)
