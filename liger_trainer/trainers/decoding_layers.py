@@ -1,8 +1,9 @@
 """A decoder's linear layers while it decodes a token a row: as few launches as may be, and no weight read twice.
 
-Queries, keys and values are one product, gate, up and their activation another, and a product that the layer adds to
-its residual stream does so itself (kernels/thin_linear.py). Adapters are merged into the weights by then, so what
-counts of such a layer is its base. Weights in fp32 under autocast are read as they are: no copy of them is made.
+Queries, keys and values are one product, gate, up and their activation another. Both take the norm in front along, and
+a product that the layer adds to its residual stream does so itself (kernels/thin_linear.py). Adapters are merged into
+the weights by then, so what counts of such a layer is its base. Weights in fp32 under autocast are read as they are: no
+copy of them is made.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,20 +17,38 @@ from torch import Tensor, nn
 
 from ..common.replacements import replaced
 from ..compat.modules import own_children
-from ..kernels.linears import as_computed
-from ..kernels.thin_linear import MOST_TILES, thin_linear
+from ..kernels.thin_linear import MOST_TILES, RowNorm, thin_linear
 from ..losses.model_parts import decoder_layers
-from ..patching.layers.deferred_norm import Deferred
+from ..patching.layers.deferred_norm import Deferred, can_wait
 from ..patching.layers.linears import is_weight_and_bias, layers_of_one_input
 from ..patching.layers.mlps import RULE, calls_other_children
+from ..patching.layers.norms import NormRule, looks_like_a_norm, once_for_equal_widths, prove_norm
+from ..patching.layers.rotary import ROTATES_LATER
+
+
+class Normed(Deferred):
+    """What an RMSNorm makes of x, computed when it is used: a product takes it along."""
+
+    def __init__(self, rule: NormRule, module: nn.Module, x: Tensor | Deferred):
+        self.x, self._rule, self._module, self._y = _computed(x), rule, module, None
+        assert rule.weight is not None
+        self.norm = RowNorm(getattr(module, rule.weight), rule.eps_of(module), rule.form.offset)
+        self.shape, self.dtype, self.device = self.x.shape, self.x.dtype, self.x.device
+        if rule.form.cast_before_weight:
+            self.dtype = torch.promote_types(self.dtype, self.norm.weight.dtype)
+
+    def compute(self) -> Tensor:
+        if self._y is None:
+            self._y = self._rule(self._module, self.x, widens=False)
+        return self._y
 
 
 class Product(Deferred):
-    """A linear layer's output that is computed when it is used: with what it is added to, if that comes first."""
+    """A linear layer's output, computed when it is used: with what it is added to, if that comes first."""
 
-    def __init__(self, x: Tensor, layer: nn.Linear, arrived: Tensor):
-        self._x, self._layer, self._arrived, self._y = as_computed(x), layer, arrived, None
-        self.shape, self.dtype, self.device = (*x.shape[:-1], layer.out_features), self._x.dtype, x.device
+    def __init__(self, x: Tensor | Deferred, layer: nn.Linear, arrived: Tensor):
+        self._x, self._layer, self._arrived, self._y = _computed(x), layer, arrived, None
+        self.shape, self.dtype, self.device = (*x.shape[:-1], layer.out_features), _dtype(x), x.device
 
     def compute(self) -> Tensor:
         if self._y is None:
@@ -38,7 +57,8 @@ class Product(Deferred):
 
     def _product(self, residual: Tensor | None) -> Tensor:
         layer = self._layer
-        return thin_linear(self._x, [layer.weight], [layer.bias], residual=residual, arrived=self._arrived)[0]
+        how = {"residual": residual, "dtype": self.dtype, "arrived": self._arrived}
+        return thin_linear(self._x, [layer.weight], [layer.bias], **how)[0]
 
     def __add__(self, other: Any) -> Tensor:
         if self._y is None and type(other) is Tensor and other.shape == self.shape:
@@ -62,7 +82,12 @@ class DecodingLayers:
         device = next(model.parameters()).device
         self._arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
-        for module in decoder_layers(model)[1].modules():
+        layers, prove = decoder_layers(model)[1], once_for_equal_widths(prove_norm)
+        for norm in filter(looks_like_a_norm, (child for layer in layers for child in layer.children())):
+            rule = prove(norm)
+            if isinstance(rule, NormRule) and can_wait(rule):
+                self._forwards.append((norm, partial(Normed, rule, norm)))
+        for module in layers.modules():
             if isinstance(module, BaseTunerLayer):
                 continue  # its base is the layer
             linears = {name: base for name, child in own_children(module).items() if (base := _base(child)) is not None}
@@ -78,46 +103,75 @@ class DecodingLayers:
             for names in layers_of_one_input(type(module)):
                 group = list(dict.fromkeys(names))
                 if 2 <= len(group) <= 3 and set(group) <= set(linears):
-                    together = _Together([linears.pop(name) for name in group], self._arrived)
+                    together = _Together([linears.pop(name) for name in group])
                     for at, name in enumerate(group):
                         self._forwards.append((own_children(module)[name], partial(together.output, at)))
             self._forwards += [(own_children(module)[name], partial(self._one, base)) for name, base in linears.items()]
 
+        head = _base(model.get_output_embeddings())
+        if head is not None and head.weight.dtype == torch.float32:  # of 16 bits, torch's product is as fast
+            self._forwards.append((model.get_output_embeddings(), partial(self._head, head)))
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
+        """Within, the model's layers compute so, and rotations are left to the attention where it can."""
         with ExitStack() as stack:
+            token = ROTATES_LATER.set(True)
+            stack.callback(lambda: ROTATES_LATER.reset(token))
             for module, forward in self._forwards:
                 stack.enter_context(replaced(module, forward=forward))
             yield
 
-    def _one(self, layer: nn.Linear, x: Tensor) -> Product:
+    def _one(self, layer: nn.Linear, x: Tensor | Deferred) -> Product:
         return Product(x, layer, self._arrived)
 
-    def _mlp(self, first: Sequence[nn.Linear], down: nn.Linear, activation: str, x: Tensor) -> Product:
+    def _head(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        return thin_linear(x, [layer.weight], [layer.bias], dtype=_dtype(x), arrived=self._arrived)[0]
+
+    def _mlp(self, first: Sequence[nn.Linear], down: nn.Linear, activation: str, x: Tensor | Deferred) -> Product:
         weights, biases = [layer.weight for layer in first], [layer.bias for layer in first]
         if len(first) == 1:  # both are packed in one weight
             weights = list(weights[0].chunk(2))
             biases = [None, None] if biases[0] is None else list(biases[0].chunk(2))
-        (h,) = thin_linear(as_computed(x), weights, biases, activation=activation)
+        (h,) = thin_linear(_rows(x), weights, biases, activation=activation, norm=_norm(x), dtype=_dtype(x))
         return Product(h, down, self._arrived)
 
 
 class _Together:
     """Layers that a module calls one after the other with one tensor: the first call computes all."""
 
-    def __init__(self, layers: Sequence[nn.Linear], arrived: Tensor):
-        self._layers, self._arrived = layers, arrived
-        self._x: Tensor | None = None
+    def __init__(self, layers: Sequence[nn.Linear]):
+        self._layers = layers
+        self._x: Tensor | Deferred | None = None
         self._outputs: tuple[Tensor, ...] = ()
 
-    def output(self, at: int, x: Tensor) -> Tensor:
+    def output(self, at: int, x: Tensor | Deferred) -> Tensor:
         if at == 0 or x is not self._x:
             weights, biases = [layer.weight for layer in self._layers], [layer.bias for layer in self._layers]
-            self._x, self._outputs = x, thin_linear(as_computed(x), weights, biases, arrived=self._arrived)
+            self._x, self._outputs = x, thin_linear(_rows(x), weights, biases, norm=_norm(x), dtype=_dtype(x))
         y = self._outputs[at]
         if at == len(self._layers) - 1:  # the last call: what is kept no longer may serve no later tensor
             self._x, self._outputs = None, ()
         return y
+
+
+def _computed(x: Tensor | Deferred) -> Tensor:
+    return x.compute() if isinstance(x, Deferred) else x
+
+
+def _rows(x: Tensor | Deferred) -> Tensor:
+    """Return what a product reads: before the norm, if it takes that along."""
+    return x.x if isinstance(x, Normed) else _computed(x)
+
+
+def _norm(x: Tensor | Deferred) -> RowNorm | None:
+    return x.norm if isinstance(x, Normed) else None
+
+
+def _dtype(x: Tensor | Deferred) -> torch.dtype:
+    """Return the dtype of a product of x: autocast's, or x's."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _base(layer: nn.Module | None) -> nn.Linear | None:

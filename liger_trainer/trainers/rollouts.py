@@ -25,8 +25,9 @@ from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogi
 from ..common.replacements import replaced
 from ..compat.models import ATTENTION, attention_implementation
 from ..kernels.decode_attention import decode_attention, places_of
-from ..kernels.draw_tokens import draw_tokens
+from ..kernels.draw_tokens import draw_tokens, note_tokens
 from ..patching.graphs.layer_graphs import Recorder, free_memory
+from ..patching.layers.rotary import Rotated
 from ..patching.packing.packed_attention import NAMES, PackedAttention, attention_configs
 from ..patching.patcher import base_of
 from .decoding_layers import DecodingLayers
@@ -92,8 +93,9 @@ _current: ContextVar["Rollouts"] = ContextVar("rollouts")
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+    module: Any, query: Tensor | Rotated, key: Tensor | Rotated, value: Tensor, attention_mask: None,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Compute attention of the flat row of prompts, or of one token a row. See transformers' AttentionInterface."""
     rollouts = _current.get()
@@ -105,12 +107,15 @@ def _attention(
         how: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "dropout": 0.0}
         how |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
         return PackedAttention(rollouts.former)(module, query, key, value, None, **how)[0], None
+    rotation = None
+    if isinstance(query, Rotated) and isinstance(key, Rotated):
+        query, key, rotation = query.x, key.x, query.rotation
     # under autocast norms and rotations may hand over fp32, which sdpa would cast too
     q, k, v = (x[:, :, 0].to(kept.keys[layer].dtype) for x in (query, key, value))
     o = decode_attention(
         q, k, v, kept.keys[layer], kept.values[layer], rollouts.step.slot, rollouts.step.length,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap, window=sliding_window,
-        places=kept.places[layer],
+        places=kept.places[layer], rotation=rotation,
     )  # fmt: skip
     return o[:, None], None
 
@@ -289,14 +294,9 @@ class Rollouts:
             token = draw_tokens(
                 logits, self._seed, step.row, step.count, temperature=self._temperature, banned=self._banned
             )
-        active = ~step.done
-        # a row that is done writes behind the end
-        where = torch.where(active, step.count, self._limit).long()
-        self._drawn[step.slot.long(), where] = token
-        step.token.copy_(torch.where(active, token, step.token))
-        step.count += active
-        step.length += active
-        step.done |= (token[:, None] == self._ends).any(1) | (step.count >= self._limit)
+        note_tokens(
+            token, self._drawn, step.slot, step.token, step.count, step.length, step.done, self._ends
+        )  # fmt: skip
 
     def _one_token(self, step: Step) -> None:
         self.step = step
