@@ -60,7 +60,8 @@ def thin_linear_reference(
     x, biases = x.to(dtype or x.dtype), biases or [None] * len(weights)
     y = [F.linear(x, w.to(x.dtype), None if b is None else b.to(x.dtype)) for w, b in zip(weights, biases, strict=True)]
     if activation is not None:
-        y = [gated_reference(*y, activation)]
+        gate, up = y
+        y = [gated_reference(gate, up, activation)]
     return (*y,) if residual is None else (residual + y[0],)
 
 
@@ -248,7 +249,8 @@ def _by_torch(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     if activation is None or runs_plain(x):
         return thin_linear_reference(x, weights, biases, activation=activation, residual=residual)
-    return (gated("thin_linear", *thin_linear_reference(x, weights, biases), activation),)
+    gate, up = thin_linear_reference(x, weights, biases)
+    return (gated("thin_linear", gate, up, activation),)
 
 
 def _check(

@@ -93,11 +93,13 @@ _current: ContextVar["Rollouts"] = ContextVar("rollouts")
 
 
 def _attention(
-    module: Any, query: Tensor | Rotated, key: Tensor | Rotated, value: Tensor, attention_mask: None,
-    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, **_: Any,
+    module: Any, query: Any, key: Any, value: Tensor, attention_mask: None, scaling: float | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Compute attention of the flat row of prompts, or of one token a row. See transformers' AttentionInterface."""
+    """Compute attention of the flat row of prompts, or of one token a row. See transformers' AttentionInterface.
+
+    Queries and keys of one token a row are `Rotated`, where the attention rotates them.
+    """
     rollouts = _current.get()
     kept, layer = rollouts.kept, module.layer_idx
     if kept.latest[layer] is not key or s_aux is not None:

@@ -195,7 +195,8 @@ def _rotation_of_one_token(
             return None
         form = one.rule.form
         of_both = QKNorm(one.weight, other.weight, one.eps, form.offset, form.cast_before_weight)
-    return Rotation(*(x.expand(q.shape[0], 1, -1)[:, 0] for x in (cos, sin)), of_both)
+    cos, sin = (x.expand(q.shape[0], 1, -1)[:, 0] for x in (cos, sin))
+    return Rotation(cos, sin, of_both)
 
 
 def _rotated(
