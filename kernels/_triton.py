@@ -217,18 +217,20 @@ remembered = functools.lru_cache(1024)  # for a function that makes launches: ke
 kept_launch = functools.lru_cache(4096)(Launch)  # for launches whose arguments are quick to compute
 
 
-@functools.cache
 def starts_early() -> dict[str, Any]:
     """Return the options of a kernel that is launched before the one in front of it has ended, and waits for it itself.
 
     For kernels of a few microseconds, of which the launch is a large part. EARLY: the kernel calls `wait_for_the_last`
     first of all. That takes an NVIDIA GPU of capability 9.0 or later; elsewhere it starts when its turn has come.
     """
-    early = not INTERPRETED and INSTALLED
-    if early:
-        target = triton.runtime.driver.active.get_current_target()
-        early = target.backend == "cuda" and target.arch >= 90
+    early = not (INTERPRETED or _without_launches) and _can_start_early()
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
+@functools.cache
+def _can_start_early() -> bool:
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
 
 
 @triton.jit
