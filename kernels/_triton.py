@@ -217,30 +217,6 @@ remembered = functools.lru_cache(1024)  # for a function that makes launches: ke
 kept_launch = functools.lru_cache(4096)(Launch)  # for launches whose arguments are quick to compute
 
 
-def starts_early() -> dict[str, Any]:
-    """Return the options of a kernel that is launched before the one in front of it has ended, and waits for it itself.
-
-    For kernels of a few microseconds, of which the launch is a large part. EARLY: the kernel calls `wait_for_the_last`
-    first of all. That takes an NVIDIA GPU of capability 9.0 or later; elsewhere it starts when its turn has come.
-    """
-    early = not (INTERPRETED or _without_launches) and _can_start_early()
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-
-
-@functools.cache
-def _can_start_early() -> bool:
-    target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= 90
-
-
-@triton.jit
-def wait_for_the_last(EARLY: tl.constexpr):
-    """Wait until the kernel in front has ended, and its stores are seen; let the next one come up to the same point."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
 @functools.cache
 def _stream_of() -> Callable[[int], int] | None:
     """Return the function that gives the stream from a device's index, or None if launches are left to Triton.
@@ -279,6 +255,6 @@ def _hooked() -> bool:
 
 
 __all__ = [
-    "INSTALLED", "INTERPRETED", "Launch", "LaunchError", "kept_launch", "remembered", "starts_early", "tl", "triton",
-    "use_triton", "wait_for_the_last", "without_launches",
+    "INSTALLED", "INTERPRETED", "Launch", "LaunchError", "kept_launch", "remembered", "tl", "triton", "use_triton",
+    "without_launches",
 ]  # fmt: skip

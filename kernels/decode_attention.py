@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ._autograd import stats_dtype
 from ._logits import transformed
-from ._triton import Launch, kept_launch, starts_early, tl, triton, use_triton, wait_for_the_last
+from ._triton import Launch, kept_launch, tl, triton, use_triton
 from ._tuning import SHAPES
 from .qk_norm_rope import qk_norm_rope_reference
 from .rope import rope_reference
@@ -110,10 +110,9 @@ def _kernel(
     q_row, q_head, k_row, k_head, v_row, v_head, scale, softcap, window, eps, offset, angles, R: tl.constexpr,
     CAST: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, KEPT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """places_ptr: int64, the addresses of keys and values, and `longest`."""
-    wait_for_the_last(EARLY)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -240,5 +239,5 @@ def _launch(
         BLOCK_D=max(16, triton.next_power_of_2(D)), QUERIES=max(16, triton.next_power_of_2(group)), BLOCK_N=block,
         KEPT=getattr(tl, str(kept).removeprefix("torch.")), SOFTCAP=softcap is not None, WINDOW=window is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=stages,
-        num_warps=warps, **starts_early(),
+        num_warps=warps,
     )  # fmt: skip

@@ -13,7 +13,7 @@ Source    the Gumbel-max trick; Philox-4x32-10: Salmon et al. 2011
 import torch
 from torch import Tensor
 
-from ._triton import Launch, kept_launch, starts_early, tl, triton, use_triton, wait_for_the_last
+from ._triton import Launch, kept_launch, tl, triton, use_triton
 from ._tuning import SHAPES
 
 
@@ -53,9 +53,8 @@ def draw_tokens_reference(
 @triton.jit
 def _kernel(
     logits_ptr, banned_ptr, seed_ptr, rows_ptr, counts_ptr, best_ptr, token_ptr, stride, V, scale, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, DRAW: tl.constexpr, BANNED: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, DRAW: tl.constexpr, BANNED: tl.constexpr,
 ):  # fmt: skip
-    wait_for_the_last(EARLY)
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     best, token = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), 2147483647, tl.int32)
@@ -82,8 +81,7 @@ def _kernel(
 
 
 @triton.jit
-def _best_kernel(best_ptr, tile_token_ptr, token_ptr, TILES: tl.constexpr, EARLY: tl.constexpr):
-    wait_for_the_last(EARLY)
+def _best_kernel(best_ptr, tile_token_ptr, token_ptr, TILES: tl.constexpr):
     row = tl.program_id(0)
     at = row * TILES + tl.arange(0, TILES)
     best = tl.load(best_ptr + at)
@@ -119,10 +117,9 @@ def draw_tokens(
     launch: Launch = kept_launch(
         _kernel, (B, tiles), logits.stride(0), V, 1 / temperature if temperature else 1.0, TILE=tile, BLOCK=block,
         DRAW=temperature > 0, BANNED=banned is not None, num_warps=warps,
-        **starts_early(),
     )  # fmt: skip
     launch(logits, banned, seed, rows, counts, best, of_tile)
-    launch = kept_launch(_best_kernel, (B,), TILES=tiles, num_warps=1, **starts_early())
+    launch = kept_launch(_best_kernel, (B,), TILES=tiles, num_warps=1)
     launch(best, of_tile, token)
     return token
 
@@ -143,9 +140,8 @@ def note_tokens_reference(
 @triton.jit
 def _note_kernel(
     token_ptr, drawn_ptr, slots_ptr, latest_ptr, counts_ptr, lengths_ptr, done_ptr, ends_ptr, B, limit,
-    ENDS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ENDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    wait_for_the_last(EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < B
     done = tl.load(done_ptr + row, mask=live, other=1) != 0
@@ -183,7 +179,6 @@ def note_tokens(
     B, block = len(tokens), 64
     launch: Launch = kept_launch(
         _note_kernel, (triton.cdiv(B, block),), B, drawn.shape[1] - 1, ENDS=len(ends), BLOCK=block, num_warps=2,
-        **starts_early(),
     )  # fmt: skip
     launch(tokens, drawn, slots, latest, counts, lengths, done.view(torch.int8), ends)
     return None

@@ -1,13 +1,9 @@
-"""Linear layers on few rows, whose weights are read once:  y_i = n(x) W_i^T + b_i,  act(y_0) * y_1,  or residual + y_0
-
-    n(x) = x, or the RMSNorm x * rstd * (offset + w),  rstd = 1 / sqrt(mean(x^2) + eps)
+"""Linear layers on few rows, whose weights are read once:  y_i = x W_i^T + b_i,  act(y_0) * y_1,  or residual + y_0
 
 Shapes    x: (..., K), N rows in all   weights: (O_i, K), one to three   biases: (O_i,)   y_i, residual: (..., O_i)
-          w: (K,)
 Method    A program has all rows (up to 64) and a tile of columns of one product, or of gate and up. Where one product
           has too few tiles for the GPU, several programs share one by parts of K; the last of them that arrives adds
-          the parts, in their order, so that a repeated product has the same bits. x meets the norm's weight before the
-          product, and its rstd, which takes all of the row, after it.
+          the parts, in their order, so that a repeated product has the same bits.
 Numerics  products and sums in fp32; the activation or the residual too, rounded once. Weights in fp32 under a 16-bit x
           are rounded as they are read, so that no copy of them is made.
 Traffic   every weight once; x once for each tile of columns, out of L2
@@ -23,21 +19,12 @@ from torch import Tensor
 
 from ._autograd import check_dtypes
 from ._gated import ACTIVATIONS, activate, gated, gated_reference, runs_plain
-from ._triton import Launch, kept_launch, starts_early, tl, triton, wait_for_the_last
+from ._triton import Launch, kept_launch, tl, triton
 from ._tuning import SHAPES
-from .rms_norm import rms_norm, rms_norm_reference
 
 ROWS = SHAPES.THIN_ROWS  # more are left to torch's products
 MOST_SHARED = 220 * 1024  # bytes of a multiprocessor's shared memory, for all stages
 MOST_TILES = 4096  # of a product whose parts are added: numbers in `arrived`
-
-
-class RowNorm(NamedTuple):
-    """An RMSNorm of x: its weight (K,), what is added to the mean square, and to the weight."""
-
-    weight: Tensor
-    eps: float
-    offset: float
 
 
 class Tiling(NamedTuple):
@@ -52,11 +39,9 @@ class Tiling(NamedTuple):
 
 def thin_linear_reference(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, *,
-    activation: str | None = None, residual: Tensor | None = None, norm: RowNorm | None = None,
-    dtype: torch.dtype | None = None,
+    activation: str | None = None, residual: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return in plain torch what the op must equal."""
-    x = x if norm is None else rms_norm_reference(x, norm.weight, norm.eps, offset=norm.offset)
     x, biases = x.to(dtype or x.dtype), biases or [None] * len(weights)
     y = [F.linear(x, w.to(x.dtype), None if b is None else b.to(x.dtype)) for w, b in zip(weights, biases, strict=True)]
     if activation is not None:
@@ -68,11 +53,9 @@ def thin_linear_reference(
 @triton.jit
 def _kernel(
     x_ptr, w0_ptr, w1_ptr, w2_ptr, b0_ptr, b1_ptr, b2_ptr, y0_ptr, y1_ptr, y2_ptr, residual_ptr, parts_ptr,
-    arrived_ptr, norm_ptr, N, K, O0, O1, O2, eps, offset, ACTIVATION: tl.constexpr, TYPE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    arrived_ptr, N, K, O0, O1, O2, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    wait_for_the_last(EARLY)
     tile, part, slab = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     w_ptr, b_ptr, y_ptr, width = w0_ptr, b0_ptr, y0_ptr, O0
     if ACTIVATION is None:  # which of the products this tile is of
@@ -102,7 +85,6 @@ def _kernel(
         w1_ptr += first_weight
     y = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)
     share = tl.cdiv(tl.cdiv(K, BLOCK), PARTS) * BLOCK
     for start in tl.range(part * share, min((part + 1) * share, K), BLOCK, num_stages=STAGES):
         if EVEN:  # of K: no column of it is masked
@@ -111,22 +93,13 @@ def _kernel(
         else:
             x = tl.load(x_at + start, mask=live[:, None] & (k < K - start)[None, :], other=0.0)
             w = tl.load(w_ptr + w_at + start, mask=inside[None, :] & (k < K - start)[:, None], other=0.0)
-        if norm_ptr is not None:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            scale = tl.load(norm_ptr + start + k, mask=k < K - start, other=0.0).to(tl.float32) + offset
-            x = wide * scale[None, :]
-        x = x.to(TYPE)
-        y = tl.dot(x, w.to(TYPE), y, input_precision=PRECISION)
+        y = tl.dot(x, w.to(x.dtype), y, input_precision=PRECISION)
         if ACTIVATION is not None:
             if EVEN:
                 w = tl.load(w1_ptr + w_at + start, mask=inside[None, :], other=0.0)
             else:
                 w = tl.load(w1_ptr + w_at + start, mask=inside[None, :] & (k < K - start)[:, None], other=0.0)
-            up = tl.dot(x, w.to(TYPE), up, input_precision=PRECISION)
-    if norm_ptr is not None:
-        rstd = tl.rsqrt(squares / K + eps)[:, None]
-        y, up = y * rstd, up * rstd
+            up = tl.dot(x, w.to(x.dtype), up, input_precision=PRECISION)
     at = row.to(tl.int64)[:, None] * width + column[None, :]
     stored = live[:, None] & inside[None, :]
     if PARTS > 1:
@@ -162,8 +135,8 @@ def _store(y, up, b_ptr, b1_ptr, y_ptr, residual_ptr, at, column, stored, inside
 
 def thin_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, *,
-    activation: str | None = None, residual: Tensor | None = None, norm: RowNorm | None = None,
-    dtype: torch.dtype | None = None, arrived: Tensor | None = None,
+    activation: str | None = None, residual: Tensor | None = None, dtype: torch.dtype | None = None,
+    arrived: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute linear layers that read one x, without gradients.
 
@@ -173,7 +146,6 @@ def thin_linear(
         biases: (O_i,) or None each; None if no layer has one.
         activation: "silu", "gelu_tanh", "gelu" or "relu2": return act(y_0) * y_1, of two weights of one shape.
         residual: (..., O_0), added to the only product.
-        norm: of x, before the products. In fp16 an op by itself, since x times its weight may be beyond fp16's range.
         dtype: of the products, by default x's.
         arrived: MOST_TILES zeros, int32, on the device, which it leaves zero: for products launched one after the other
             on one stream. Without it, each that needs it makes its own.
@@ -186,27 +158,21 @@ def thin_linear(
         ValueError: shapes that do not fit.
     """
     biases = [None] * len(weights) if biases is None else list(biases)
-    _check(x, weights, biases, activation, residual, norm)
-    dtype = dtype or x.dtype
-    plain = runs_plain(x) or runs_plain(x.new_empty(0, dtype=dtype))
-    if norm is not None and (plain or dtype == torch.float16 or len(weights) == 1):
-        x, norm = rms_norm(x, norm.weight, norm.eps, offset=norm.offset), None
+    _check(x, weights, biases, activation, residual)
+    x = x.to(dtype or x.dtype)
     N, K = x.numel() // max(1, x.shape[-1]), x.shape[-1]
     served = all(w.is_contiguous() for w in weights) and len({b is None for b in biases}) == 1
-    if plain or not 0 < N <= ROWS or not served or (dtype == torch.float32 and not x.is_cpu):
-        if norm is not None:
-            x = rms_norm(x, norm.weight, norm.eps, offset=norm.offset)
-        return _by_torch(x.to(dtype), weights, biases, activation, residual)
+    if runs_plain(x) or not 0 < N <= ROWS or not served or (x.dtype == torch.float32 and not x.is_cpu):
+        return _by_torch(x, weights, biases, activation, residual)
     rows = max(16, min(64, triton.next_power_of_2(N)))
-    x = x.contiguous() if norm is not None else x.to(dtype).contiguous()
     tiling = tiling_of([len(w) for w in weights], K, activation is not None)
     bytes_of_stage = tiling.block * (
         rows * x.element_size() + tiling.columns * weights[0].element_size() * (2 if activation else 1)
     )
     stages = min(tiling.stages, MOST_SHARED // bytes_of_stage)
-    y = [x.new_empty(*x.shape[:-1], len(w), dtype=dtype) for w in weights[: 1 if activation else None]]
+    y = [x.new_empty(*x.shape[:-1], len(w)) for w in weights[: 1 if activation else None]]
     if residual is not None:
-        y = [torch.empty_like(y[0], dtype=torch.promote_types(dtype, residual.dtype))]
+        y = [torch.empty_like(y[0], dtype=torch.promote_types(x.dtype, residual.dtype))]
         residual = residual.contiguous()
     slabs = triton.cdiv(N, rows)
     tiles = sum(triton.cdiv(len(w), tiling.columns) for w in (weights[:1] if activation else weights))
@@ -216,13 +182,11 @@ def thin_linear(
         arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=x.device) if arrived is None else arrived
     sizes = [len(w) for w in weights] + [0] * (3 - len(weights))
     launch: Launch = kept_launch(
-        _kernel, (tiles, tiling.parts, slabs), N, K, *sizes, *((0.0, 0.0) if norm is None else norm[1:]),
-        ACTIVATION=activation, TYPE=getattr(tl, str(dtype).removeprefix("torch.")), ROWS=rows, COLUMNS=tiling.columns,
+        _kernel, (tiles, tiling.parts, slabs), N, K, *sizes, ACTIVATION=activation, ROWS=rows, COLUMNS=tiling.columns,
         BLOCK=tiling.block, PARTS=tiling.parts, EVEN=K % tiling.block == 0, STAGES=stages,
-        PRECISION="ieee" if dtype == torch.float32 else "tf32", num_warps=tiling.warps, **starts_early(),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=tiling.warps,
     )  # fmt: skip
-    weight = None if norm is None else norm.weight
-    launch(x, *_three(weights), *_three(biases), *_three(y), residual, parts, arrived, weight)
+    launch(x.contiguous(), *_three(weights), *_three(biases), *_three(y), residual, parts, arrived)
     return tuple(y)
 
 
@@ -255,7 +219,7 @@ def _by_torch(
 
 def _check(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None,
-    residual: Tensor | None, norm: RowNorm | None,
+    residual: Tensor | None,
 ) -> None:  # fmt: skip
     check_dtypes(x=x)
     shapes = [tuple(w.shape) for w in weights]
@@ -274,5 +238,3 @@ def _check(
         raise ValueError(
             f"A residual is added to one product, of shape {y_shape}: it is {tuple(residual.shape)}, weights {shapes}."
         )
-    if norm is not None and norm.weight.shape != x.shape[-1:]:
-        raise ValueError(f"A norm's weight is one number per column of x, {x.shape[-1]}: {tuple(norm.weight.shape)}.")

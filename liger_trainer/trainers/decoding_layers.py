@@ -1,9 +1,9 @@
 """A decoder's linear layers while it decodes a token a row: as few launches as may be, and no weight read twice.
 
-Queries, keys and values are one product, gate, up and their activation another. Both take the norm in front along, and
-a product that the layer adds to its residual stream does so itself (kernels/thin_linear.py). Adapters are merged into
-the weights by then, so what counts of such a layer is its base. Weights in fp32 under autocast are read as they are: no
-copy of them is made.
+Queries, keys and values are one product, gate, up and their activation another, and a product that the layer adds to
+its residual stream does so itself (kernels/thin_linear.py). A norm in front of products stays a launch: taken along, it
+is computed again for each tile, and cost 0.8 ms a step. Adapters are merged into the weights by then, so what counts of
+such a layer is its base. Weights in fp32 under autocast are read as they are: no copy of them is made.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,30 +17,12 @@ from torch import Tensor, nn
 
 from ..common.replacements import replaced
 from ..compat.modules import own_children
-from ..kernels.thin_linear import MOST_TILES, RowNorm, thin_linear
+from ..kernels.thin_linear import MOST_TILES, thin_linear
 from ..losses.model_parts import decoder_layers
-from ..patching.layers.deferred_norm import Deferred, can_wait
+from ..patching.layers.deferred_norm import Deferred
 from ..patching.layers.linears import is_weight_and_bias, layers_of_one_input
 from ..patching.layers.mlps import RULE, calls_other_children
-from ..patching.layers.norms import NormRule, looks_like_a_norm, once_for_equal_widths, prove_norm
 from ..patching.layers.rotary import ROTATES_LATER
-
-
-class Normed(Deferred):
-    """What an RMSNorm makes of x, computed when it is used: a product takes it along."""
-
-    def __init__(self, rule: NormRule, module: nn.Module, x: Tensor | Deferred):
-        self.x, self._rule, self._module, self._y = _computed(x), rule, module, None
-        assert rule.weight is not None
-        self.norm = RowNorm(getattr(module, rule.weight), rule.eps_of(module), rule.form.offset)
-        self.shape, self.dtype, self.device = self.x.shape, self.x.dtype, self.x.device
-        if rule.form.cast_before_weight:
-            self.dtype = torch.promote_types(self.dtype, self.norm.weight.dtype)
-
-    def compute(self) -> Tensor:
-        if self._y is None:
-            self._y = self._rule(self._module, self.x, widens=False)
-        return self._y
 
 
 class Product(Deferred):
@@ -82,12 +64,7 @@ class DecodingLayers:
         device = next(model.parameters()).device
         self._arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
-        layers, prove = decoder_layers(model)[1], once_for_equal_widths(prove_norm)
-        for norm in filter(looks_like_a_norm, (child for layer in layers for child in layer.children())):
-            rule = prove(norm)
-            if isinstance(rule, NormRule) and can_wait(rule):
-                self._forwards.append((norm, partial(Normed, rule, norm)))
-        for module in layers.modules():
+        for module in decoder_layers(model)[1].modules():
             if isinstance(module, BaseTunerLayer):
                 continue  # its base is the layer
             linears = {name: base for name, child in own_children(module).items() if (base := _base(child)) is not None}
@@ -113,10 +90,10 @@ class DecodingLayers:
             self._forwards.append((model.get_output_embeddings(), partial(self._head, head)))
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Within, the model's layers compute so, and rotations are left to the attention where it can."""
+    def in_use(self, one_token: bool) -> Iterator[None]:
+        """Within, the layers compute so. Of one token a row, attention rotates queries and keys where it can."""
         with ExitStack() as stack:
-            token = ROTATES_LATER.set(True)
+            token = ROTATES_LATER.set(one_token)
             stack.callback(lambda: ROTATES_LATER.reset(token))
             for module, forward in self._forwards:
                 stack.enter_context(replaced(module, forward=forward))
@@ -133,7 +110,7 @@ class DecodingLayers:
         if len(first) == 1:  # both are packed in one weight
             weights = list(weights[0].chunk(2))
             biases = [None, None] if biases[0] is None else list(biases[0].chunk(2))
-        (h,) = thin_linear(_rows(x), weights, biases, activation=activation, norm=_norm(x), dtype=_dtype(x))
+        (h,) = thin_linear(_computed(x), weights, biases, activation=activation, dtype=_dtype(x))
         return Product(h, down, self._arrived)
 
 
@@ -148,7 +125,7 @@ class _Together:
     def output(self, at: int, x: Tensor | Deferred) -> Tensor:
         if at == 0 or x is not self._x:
             weights, biases = [layer.weight for layer in self._layers], [layer.bias for layer in self._layers]
-            self._x, self._outputs = x, thin_linear(_rows(x), weights, biases, norm=_norm(x), dtype=_dtype(x))
+            self._x, self._outputs = x, thin_linear(_computed(x), weights, biases, dtype=_dtype(x))
         y = self._outputs[at]
         if at == len(self._layers) - 1:  # the last call: what is kept no longer may serve no later tensor
             self._x, self._outputs = None, ()
@@ -157,15 +134,6 @@ class _Together:
 
 def _computed(x: Tensor | Deferred) -> Tensor:
     return x.compute() if isinstance(x, Deferred) else x
-
-
-def _rows(x: Tensor | Deferred) -> Tensor:
-    """Return what a product reads: before the norm, if it takes that along."""
-    return x.x if isinstance(x, Normed) else _computed(x)
-
-
-def _norm(x: Tensor | Deferred) -> RowNorm | None:
-    return x.norm if isinstance(x, Normed) else None
 
 
 def _dtype(x: Tensor | Deferred) -> torch.dtype:

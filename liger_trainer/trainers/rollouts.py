@@ -109,11 +109,11 @@ def _attention(
         how: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "dropout": 0.0}
         how |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
         return PackedAttention(rollouts.former)(module, query, key, value, None, **how)[0], None
-    rotation = None
+    rotation, q, k = None, query, key
     if isinstance(query, Rotated) and isinstance(key, Rotated):
-        query, key, rotation = query.x, key.x, query.rotation
+        q, k, rotation = query.x, key.x, query.rotation
     # under autocast norms and rotations may hand over fp32, which sdpa would cast too
-    q, k, v = (x[:, :, 0].to(kept.keys[layer].dtype) for x in (query, key, value))
+    q, k, v = (x[:, :, 0].to(kept.keys[layer].dtype) for x in (q, k, value))
     o = decode_attention(
         q, k, v, kept.keys[layer], kept.values[layer], rollouts.step.slot, rollouts.step.length,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap, window=sliding_window,
@@ -269,7 +269,8 @@ class Rollouts:
         self.documents = torch.nn.functional.pad(ends, (1, 0)).to(self._device, torch.int32), int(lengths.max())
         self.kept.prompts = of_tokens, at
         flat = torch.tensor([token for row in rows for token in prompts[row]], device=self._device)
-        logits = self._forward(flat[None], at[None], logits_to_keep=(ends - 1).to(self._device))[0]
+        with self._layers.in_use(one_token=False):  # which also spares PEFT's layers, merged by now, their checks
+            logits = self._forward(flat[None], at[None], logits_to_keep=(ends - 1).to(self._device))[0]
         self.kept.prompts = None
         step = Step(len(rows), self._device)
         step.slot.copy_(torch.tensor(slots))
@@ -302,7 +303,7 @@ class Rollouts:
 
     def _one_token(self, step: Step) -> None:
         self.step = step
-        with self._layers.in_use():
+        with self._layers.in_use(one_token=True):
             logits = self._forward(step.token[:, None], step.length[:, None].long())[:, -1]
         self._draw(step, logits)
 
@@ -386,12 +387,11 @@ def _attention_is(model: Any, name: str) -> Iterator[None]:
 
 
 def _constants(model: Any) -> tuple[Any, ...]:
-    """Return what a graph holds that may change between two rollouts: where weights are, and adapters' settings."""
-    adapters = (
-        tuple(str(getattr(module, name, None)) for name in ("disable_adapters", "active_adapters", "merged", "scaling"))
-        for module in model.modules() if hasattr(module, "lora_A")
-    )  # fmt: skip
-    return *(p.data_ptr() for p in model.parameters()), *adapters
+    """Return what a graph holds that may change between two rollouts: where weights are.
+
+    Adapters' settings are not among it: merged or switched off, a layer with adapters is its base.
+    """
+    return tuple(p.data_ptr() for p in model.parameters())
 
 
 def _banned(model: Any, settings: GenerationConfig) -> Tensor | None:

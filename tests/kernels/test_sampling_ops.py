@@ -18,7 +18,7 @@ from liger_trainer.kernels.draw_tokens import (
     note_tokens,
     note_tokens_reference,
 )
-from liger_trainer.kernels.thin_linear import MOST_TILES, ROWS, RowNorm, thin_linear, thin_linear_reference
+from liger_trainer.kernels.thin_linear import MOST_TILES, ROWS, thin_linear, thin_linear_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
@@ -111,8 +111,6 @@ PRODUCTS = [  # columns of each weight, K, biases, what follows: several tiles a
     ((70,), 40, True, {"residual": True}),
     ((70, 70), 136, False, {"activation": "silu"}),
     ((33, 33), 300, True, {"activation": "gelu_tanh"}),
-    ((40, 16, 24), 300, True, {"norm": 0.0}),
-    ((33, 33), 256, False, {"activation": "silu", "norm": 1.0}),
 ]
 
 
@@ -130,9 +128,6 @@ def test_products_of_few_rows(sizes, K, biased, how, rows, dtype):
     biases = [draw(size) for size in sizes] if biased else None
     how = {**how, **({"residual": draw(rows, 1, sizes[0])} if "residual" in how else {})}
     wide = {name: value.double() if torch.is_tensor(value) else value for name, value in how.items()}
-    if "norm" in how:
-        weight, offset = draw(K), how["norm"]
-        how["norm"], wide["norm"] = RowNorm(weight, 1e-3, offset), RowNorm(weight.double(), 1e-3, offset)
     truth = thin_linear_reference(
         x.double(), [w.double() for w in weights], biases and [b.double() for b in biases], **wide
     )
@@ -154,10 +149,9 @@ def test_wider_weights_and_residuals_of_products():
     want = residual.double() + x.double() @ weight.half().double().t()
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
-    norm = RowNorm(torch.rand(600, device=DEVICE), 1e-6, 0.0)
     x = x.float()
-    (got,) = thin_linear(x, [weight, weight], norm=norm, activation="silu", dtype=torch.bfloat16)
-    (want,) = thin_linear_reference(x, [weight, weight], norm=norm, activation="silu", dtype=torch.bfloat16)
+    (got,) = thin_linear(x, [weight, weight], activation="silu", dtype=torch.bfloat16)
+    (want,) = thin_linear_reference(x, [weight, weight], activation="silu", dtype=torch.bfloat16)
     assert got.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(got.float(), want.float(), rtol=0.02, atol=0.02 * want.abs().max().item())
 
@@ -170,8 +164,6 @@ def test_products_that_do_not_fit_are_refused():
         thin_linear(x, [w], [torch.zeros(5)])
     with pytest.raises(ValueError, match="gate and up of one shape"):
         thin_linear(x, [w], activation="silu")
-    with pytest.raises(ValueError, match="A norm's weight is one number per column"):
-        thin_linear(x, [w], norm=RowNorm(w[0, :4], 0.0, 0.0))
     with pytest.raises(ValueError, match="A residual is added"):
         thin_linear(x, [w], residual=x)
 

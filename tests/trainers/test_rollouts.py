@@ -253,7 +253,7 @@ def test_a_student_that_cannot_is_refused_or_sampled_by_generate(capsys):
 
 @pytest.mark.parametrize("family, patched", [("qwen3", True), ("llama", True), ("qwen3", False)])
 def test_a_layer_of_a_step_is_few_launches(family, patched, monkeypatch):
-    """Products take norms, activations and residuals along, and attention the rotation, also where adapters were."""
+    """Products take activations and residuals along, and attention the rotation, also where adapters were."""
     model, calls = tiny_model(family), []
     if family == "llama":
         model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
@@ -276,7 +276,8 @@ def test_a_layer_of_a_step_is_few_launches(family, patched, monkeypatch):
     rollouts = Rollouts(model, settings(max_new_tokens=2, eos_token_id=None), None)
     rollouts._proved = True
     rollouts.complete(prompts_of((3,)), 0)
-    mlp = [(2, "activation", "norm")] if patched else [(2, "norm")]
+    mlp = [(2, "activation")] if patched else [(2,)]
     attention = ("attention", patched, family == "qwen3") if patched else ("attention", False, None)
-    layer = [(3, "norm"), attention, (1, "residual"), *mlp, (1, "residual")]
-    assert calls == [*layer, *layer, (1,)] * rollouts_file.CHUNK  # the last is the head
+    layer = [(3,), attention, (1, "residual"), *mlp, (1, "residual")]
+    step = [*layer, *layer, (1,)]  # the last is the head
+    assert calls == [call for call in step if call[0] != "attention"] + step * rollouts_file.CHUNK  # prompts first
