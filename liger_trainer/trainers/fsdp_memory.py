@@ -18,7 +18,8 @@ from ..common.console import announce
 from ..compat.fsdp2 import WholeWeights
 from ..errors import ConfigError
 from ..patching.graphs.cuda_graphs import GraphedLayers, layers_of
-from ..patching.graphs.layer_graphs import NotCapturable, free_memory
+from ..patching.graphs.layer_graphs import NotCapturable
+from ..patching.graphs.recorder import free_memory
 from .host import TrainerHost
 
 GIB = 1 << 30
