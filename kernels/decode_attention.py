@@ -18,7 +18,7 @@ from torch import Tensor
 from ._autograd import stats_dtype
 from ._logits import transformed
 from ._triton import Launch, kept_launch, tl, triton, use_triton
-from ._tuning import SHAPES
+from ._tuning import SHAPES, architecture_of
 
 WIDEST = 256  # D
 
@@ -152,13 +152,13 @@ def _launch(
 ) -> Launch:
     B, heads, D = q.shape
     group = heads // k.shape[1]
-    block, warps = SHAPES.DECODE_ATTENTION
-    if D * q.element_size() > 512:  # more does not fit into shared memory
-        block //= 2
+    BLOCK_D = max(16, triton.next_power_of_2(D))
+    block, most_bytes = architecture_of(q.device).decode
+    block = max(16, min(block, most_bytes // (BLOCK_D * q.element_size())))  # both are powers of 2
     return kept_launch(
         _kernel, (B, k.shape[1]), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         scale, softcap or 1.0, window or 0, GROUP=group, HEADS=k.shape[1], D=D,
-        BLOCK_D=max(16, triton.next_power_of_2(D)), QUERIES=max(16, triton.next_power_of_2(group)), BLOCK_N=block,
+        BLOCK_D=BLOCK_D, QUERIES=max(16, triton.next_power_of_2(group)), BLOCK_N=block,
         KEPT=getattr(tl, str(kept).removeprefix("torch.")), SOFTCAP=softcap is not None, WINDOW=window is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=warps,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=SHAPES.DECODE_WARPS,
     )  # fmt: skip
