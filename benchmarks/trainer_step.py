@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .bars import write_figures
 from .measure import Spread
 from .processes import Process, context_for, say
 from .report import join_versions, matching, provenance, slug, table, without_output, write
@@ -240,7 +241,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "norm_tolerance": NORM_TOLERANCE,
     }  # fmt: skip
     rows = [Row(case, provider) for case, provider in pairs(options)]
-    return report("trainer-step", options, header, rows, measure(rows, options), markdown)
+    code = report("trainer-step", options, header, rows, measure(rows, options), markdown)
+    if options.output:
+        for written in options.output.glob("trainer-step-*.json"):
+            write_figures(written)
+    return code
 
 
 def pairs(options: argparse.Namespace) -> list[tuple[Case, Provider]]:
