@@ -108,6 +108,16 @@ def test_a_figure_has_one_job_a_case_and_ours_first():
     assert bars.figure({"results": rows[:1]}, "light", ["sft-x"]) == ""  # nothing to compare
 
 
+def test_nothing_installs_the_package_from_an_index():
+    """It is on none yet."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
+    texts = {path: path.read_text(encoding="utf-8") for path in (*pages, *(ROOT / "liger_trainer").rglob("*.*y*"))
+             if path.suffix in (".md", ".ipynb", ".py", ".yaml")}  # fmt: skip
+    assert len(texts) > 200
+    named = r"(?:pip3?|uv|uv pip|pipx) (?:install|add) [^\n]*?(?<![/\w])[\"']?liger[-_]trainer(?![-\w/])"
+    assert [path for path, text in texts.items() if re.search(named, text)] == []
+
+
 def test_the_matrix_begins_at_the_oldest_python():
     versions = WORKFLOW["jobs"]["run"]["strategy"]["matrix"]["python"]
     assert f">={versions[0]}" == PROJECT["requires-python"]
