@@ -29,7 +29,10 @@ class Architecture:
     # stages (c8aeca4). Up to 128 they were swept; those for 256 fit into shared memory.
     attention: dict[str, dict[int, tuple[int, int, int, int]]]
     attention_exact: dict[int, tuple[int, int, int, int]]  # in fp32: no tensor cores, and large ones compile slowly
-    decode: tuple[int, int]  # attention of one token: keys of a block, and bytes of the keys that they may take
+    # Attention of one token, by the columns of a head that they go up to: keys of a block, warps, stages (428bfe8d);
+    # and bytes of keys to which a block is cut.
+    decode: dict[int, tuple[int, int, int]]
+    decode_bytes: int
     norm_stages: tuple[int, int]  # tiles that a norm's backward prefetches: of 16-bit numbers, and wider ones (b3b0ff8)
     swept: bool = False
 
@@ -43,7 +46,8 @@ HOPPER = Architecture(
         "dkdv": {128: (64, 64, 4, 2), 256: (64, 32, 4, 2)},
     },
     attention_exact={256: (32, 32, 4, 1)},
-    decode=(64, 32 * 1024),
+    decode={64: (32, 4, 3), 256: (64, 4, 2)},
+    decode_bytes=32 * 1024,
     norm_stages=(3, 2),
     swept=True,
 )
@@ -59,7 +63,8 @@ GA10X = Architecture(
         "dkdv": HOPPER.attention["dkdv"] | {256: (32, 32, 4, 2)},
     },
     attention_exact={128: (32, 32, 4, 1), 256: (16, 16, 4, 1)},
-    decode=(64, 16 * 1024),
+    decode=HOPPER.decode,
+    decode_bytes=16 * 1024,
     norm_stages=(2, 1),
 )
 ADA = replace(GA10X, name="Ada")
@@ -138,9 +143,11 @@ class H100:
 
     ATTENTION_BOUNDS = 256  # tokens a program of attention within documents; not swept
 
-    # Sampling: warps of attention; tiles of a row of logits, columns at a time, warps (not swept).
-    DECODE_WARPS = 4
+    # Sampling: tiles of a row of logits, columns at a time, warps (not swept).
     DRAW_TOKENS = 16, 1024, 4
+    # Products of few rows: the most rows; columns of a tile, numbers of K at a time, warps, stages, and stages where
+    # there are more programs than multiprocessors; programs wanted (428bfe8d).
+    THIN_ROWS, THIN_TILE, THIN_PROGRAMS = 128, (32, 128, 4, 4, 3), 90
 
     # Divergences of given distributions: entries and warps of a program, or of a step along a row; bytes of two rows
     # up to which two of them a multiprocessor stay in L2 between a forward's passes (not swept, from its size).
