@@ -40,7 +40,8 @@ def _print_version(wanted: bool) -> None:
 
 def skill() -> None:
     """Print a skill for coding agents, in Markdown: how to make, check and run a configuration."""
-    typer.echo(importlib.resources.files(__package__).joinpath("SKILL.md").read_text(encoding="utf-8"), nl=False)
+    file = importlib.resources.files("liger_trainer.cli").joinpath("SKILL.md")
+    typer.echo(file.read_text(encoding="utf-8"), nl=False)
 
 
 @app.callback()
