@@ -44,6 +44,7 @@ from ..kernels.relu2 import relu2
 from ..kernels.rms_norm import rms_norm
 from ..kernels.rope import rope, rope_reference
 from ..kernels.swiglu import swiglu
+from ..kernels.thin_linear import thin_linear, thin_linear_reference
 from ..kernels.tvd import tvd, tvd_reference
 from ..kernels.types import Adapter, Projection
 
@@ -458,6 +459,10 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "linear_alm", _loss(linear_alm, ce_weight=0.1), _loss(linear_alm_reference, ce_weight=0.1), _spans, HEAD_LEAVES
+    ),
+    Check(
+        "thin_linear", with_list(thin_linear), with_list(thin_linear_reference),
+        lambda draw: {**_rows("x")(draw), **{w: _weight(draw, *[draw.sizes.hidden] * 2) for w in ("q", "k")}}, (),
     ),
     Check("decode_attention", _keeping(decode_attention), _keeping(decode_attention_reference), _kept, ()),
     Check("adamw", _updated(adamw_), _updated(adamw_reference), _rows("param", "grad", "mean", "root"), ()),
