@@ -25,6 +25,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, **UNTIED,
     }),
+    "Qwen3-8B, V 262144": ("qwen3", {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 262144, **UNTIED,
+    }),
     "Llama-3-8B": ("llama", {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, **UNTIED,
@@ -32,10 +36,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma-3-1B": ("gemma3_text", {
         "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
         "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "sliding_window": 512,
-    }),
-    "Llama-3-70B": ("llama", {
-        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, **UNTIED,
     }),
     "SmolLM2-135M": ("llama", {
         "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
