@@ -81,3 +81,13 @@ for name in {TRAINERS!r}:
         "transformers.Trainer."
     )
     assert said.splitlines() == [sentence] * len(TRAINERS)
+
+
+def test_no_name_imports_what_only_reports_and_the_demo_need():
+    code = """
+import sys, liger_trainer
+for name in liger_trainer.__all__:
+    getattr(liger_trainer, name)
+print(sorted({"matplotlib", "gguf"} & sys.modules.keys()))
+"""
+    assert run(code) == "[]\n"

@@ -55,9 +55,16 @@ NEEDS = {
     "trainers/test_checkpointing.py::test_checkpoints_of_another_trainer": ("trl", "1.16", "its loss needs a GPU"),
     "trainers/test_data_forms.py::test_fine_tuning_is_that_of_sfttrainer": ("trl", "1.16", "its loss needs a GPU"),
     # torch
-    "test_stacked_experts.py": ("torch", "2.10", "no grouped products on a CPU"),
-    "test_router_loss.py": ("torch", "2.10", "no grouped products on a CPU"),
-    "patching/test_tower_attention.py": ("torch", "2.10", "no grouped products on a CPU"),
+    "test_stacked_experts.py": ("torch", "2.11", "no grouped products on a CPU"),
+    "test_router_loss.py": ("torch", "2.11", "no grouped products on a CPU"),
+    "patching/test_patcher.py::test_loss_and_gradients_are_the_plain_models": (
+        "torch", "2.11", "no grouped products on a CPU"),
+    "patching/test_tower_attention.py": ("torch", "2.11", "no grouped products on a CPU"),
+    "patching/test_compile.py": ("torch", "2.11", "torch.compile fails on what is patched"),
+    "patching/test_attention.py::test_compiled_with_graph_breaks": (
+        "torch", "2.11", "torch.compile fails on what is patched"),
+    "losses/test_deferred_logits.py::test_other_operations_compute_the_logits_and_say_which[a mask of rows": (
+        "torch", "2.11", "it refuses the mask"),
 }  # fmt: skip
 # modules that import families which came later
 LATER = {"test_mlps.py": ("transformers", "5.17"), "test_norms.py": ("transformers", "5.17")}
