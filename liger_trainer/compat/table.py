@@ -169,7 +169,7 @@ NAMES = (
     Name(_FSDP, "FSDPState._mp_policy", "the dtypes that the unit would gather in"),
     Name(_FSDP, "FSDPState._pre_forward_hook_handle", "the hook that gathers, passed over for such a head"),
     Name(_FSDP, "FSDPState._post_forward_hook_handle", "the hook that frees, passed over too"),
-    Name(_FSDP, "FSDPState._fsdp_param_groups", "the weights that a unit gathers"),
+    Name(_FSDP, "FSDPState._fsdp_param_groups", "the weights that a unit gathers", since="2.13"),
     Name(_FSDP, "FSDPState._fsdp_param_group", "the same where there is no more than one group"),
     Name(_FSDP, "FSDPState._auto_reshard_after_forward", "set back after whole weights were kept"),
     Name(_FSDP_GROUP, "FSDPParamGroup.fsdp_params", "only those that have changed are gathered: replaced meanwhile"),
