@@ -124,9 +124,8 @@ class LigerTrainer(SFTTrainer):
         self.checkpoint_files = self.checkpoint_guard.files
         with warnings.catch_warnings(), patched_sft_module(config), self.row_preparation.accepted():
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
-            warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
-            # PEFT asks the model for it by the name of before transformers 5.23
-            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is", category=FutureWarning)
+            # And PEFT asks for checkpointing by the name of before transformers 5.23.
+            warnings.filterwarnings("ignore", "`(label_smoothing_factor|is_gradient_checkpointing)`", FutureWarning)
             super().__init__(*call.args, **call.kwargs)
         check_savable(self.model, self.processing_class)
         check_prefixes_kept(self.model, self.args)

@@ -5,14 +5,13 @@ import sys
 
 import pytest
 
-# Stands in front of every import, and of the metadata of packages, as if one were not installed.
+# What imports and the metadata of packages say where TRL is not installed, or an old one is.
 WITHOUT = """
-import importlib.abc, importlib.metadata, sys
-class Missing(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "trl":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Missing())
+import importlib.machinery, importlib.metadata, sys
+finder = importlib.machinery.PathFinder
+def find_spec(cls, name, *where, known=finder.find_spec):
+    return None if name.partition(".")[0] == "trl" else known(name, *where)
+finder.find_spec = classmethod(find_spec)
 found = importlib.metadata.version
 def version(name):
     if name == "trl":
