@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -14,6 +15,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 # The tests' tensors are too small for more threads, and pytest and its processes run at once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import older_releases
 import processes
 import pytest
 import quick_libraries
@@ -51,8 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False  # which begins files of few tests last, however long they take
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return older_releases.imports_later_families(collection_path) or None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    older_releases.wait_for_newer(items)
     rank = {name: i for i, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 

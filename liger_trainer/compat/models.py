@@ -1,4 +1,4 @@
-"""What models, their configurations, arguments and adapters hold: transformers (5.17 to 5.24), PEFT (0.20, 0.21)."""
+"""What models, their configurations, arguments and adapters hold: transformers (5.6 to 5.24), PEFT (0.18 to 0.21)."""
 
 from typing import Any
 
@@ -65,8 +65,9 @@ def apply_gate(module: Any, packed: Tensor) -> Tensor:
 
 
 def is_expert_parallel(module: nn.Module) -> bool:
-    """Whether transformers has spread experts over ranks, each of which has some."""
-    return getattr(module, "_is_expert_parallel", False)
+    """Whether transformers has spread experts over ranks, each of which has some, or parts of all."""
+    # before 5.16 it noted the plan by which it had sharded any module
+    return getattr(module, "_is_expert_parallel", False) or hasattr(module, "_hf_tp_plan")
 
 
 def use_one_gpu(args: Any) -> None:
@@ -106,5 +107,5 @@ def check_tokens(layer: Any, adapters: Any) -> None:
 
 
 def has_swapped_features(wrapper: Any) -> bool:
-    """Whether PEFT has exchanged what it took for inputs and outputs of stacked experts. 0.20 never does."""
+    """Whether PEFT has exchanged what it took for inputs and outputs of stacked experts. Before 0.21 it never does."""
     return getattr(wrapper, "_did_swap_in_out_features", False)

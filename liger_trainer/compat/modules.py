@@ -1,6 +1,6 @@
 """What is inside torch's modules: their hooks, and the dictionaries of their parameters, buffers and children.
 
-Also the attributes by which accelerate puts a hook around a module's forward. torch (2.11 to 2.13) has public walks
+Also the attributes by which accelerate puts a hook around a module's forward. torch (2.8 to 2.14) has public walks
 over the same dictionaries, but they skip None and names of one tensor, make new objects, and cost a step's host time:
 these functions return the dictionaries themselves.
 """

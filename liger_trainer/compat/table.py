@@ -18,12 +18,14 @@ class Name:
         why: what we do with it.
         parameters: those of a function that is called, overridden or replaced, after self; None where they don't
             matter.
+        since: the first release that has it; what it serves is not in earlier ones, or has another name there.
     """
 
     module: str
     name: str
     why: str
     parameters: tuple[str, ...] | None = None
+    since: str = "0"
 
 
 _SFT = "trl.trainer.sft_trainer"
@@ -45,7 +47,6 @@ NAMES = (
     Name(_SFT, "DataCollatorForVisionLanguageModeling", "its batches are cut to length where no image is lost"),
     Name("trl.chat_template_utils", "get_training_chat_template", "marks answers for a teacher's own processor"),
     Name("trl.data_utils", "is_conversational", "rows of only prompts are texts or messages", ("example",)),
-    Name("trl.data_utils", "get_dataset_column_names", "columns of streams too", ("dataset",)),
     # the student
     Name(_SFT, "create_model_from_path", "a model that lacks weights in its files is refused: replaced meanwhile"),
     Name(_SFT, "BaseTunerLayer", "adapters on lm_head are allowed: replaced meanwhile"),
@@ -168,7 +169,7 @@ NAMES = (
     Name(_FSDP, "FSDPState._mp_policy", "the dtypes that the unit would gather in"),
     Name(_FSDP, "FSDPState._pre_forward_hook_handle", "the hook that gathers, passed over for such a head"),
     Name(_FSDP, "FSDPState._post_forward_hook_handle", "the hook that frees, passed over too"),
-    Name(_FSDP, "FSDPState._fsdp_param_groups", "the weights that a unit gathers"),
+    Name(_FSDP, "FSDPState._fsdp_param_groups", "the weights that a unit gathers", since="2.13"),
     Name(_FSDP, "FSDPState._fsdp_param_group", "the same where there is no more than one group"),
     Name(_FSDP, "FSDPState._auto_reshard_after_forward", "set back after whole weights were kept"),
     Name(_FSDP_GROUP, "FSDPParamGroup.fsdp_params", "only those that have changed are gathered: replaced meanwhile"),
@@ -198,7 +199,8 @@ NAMES = (
     Name(_MODEL, "PreTrainedModel._from_config", "models of fewer layers, and on the meta device"),
     Name(_MODEL, "PreTrainedModel._no_split_modules", "the layers that are FSDP2 units of a teacher"),
     Name("transformers.integrations.moe", "_apply_gate", "the gate of experts is replaced by ours"),
-    Name("transformers.integrations.moe", "_is_expert_parallel", "experts on several devices are not replaced"),
+    Name("transformers.integrations.moe", "_is_expert_parallel", "experts on several devices are not replaced",
+         since="5.16"),
     Name("transformers.generation.configuration_utils", "GenerationConfig._original_object_hash",
          "special tokens that a trainer sets do not forbid saving"),
     Name("transformers.masking_utils", "find_packed_sequence_indices",

@@ -1,4 +1,4 @@
-"""What of torch (2.11 to 2.13), besides its modules, has no promise: C functions, operators, optimizers, FSDP2.
+"""What of torch (2.8 to 2.14), besides its modules, has no promise: C functions, operators, optimizers, FSDP2.
 
 Where torch has a public function for the same, a comment says why it does not serve.
 """

@@ -1,13 +1,10 @@
-"""What trainers keep to themselves: transformers' Trainer (5.17 to 5.24), TRL's SFTTrainer (1.16), and accelerate.
+"""What trainers keep to themselves: transformers' Trainer (5.6 to 5.24), TRL's SFTTrainer, and accelerate.
 
-The methods that `LigerTrainer` and `LigerDistillTrainer` override stand in their files: super() needs them there.
+The methods that `LigerTrainer` and `LigerDistillTrainer` override stand in their files: super() needs them there. What
+needs TRL to be imported is in sft_trainer.py.
 """
 
-from collections.abc import Callable
 from typing import Any
-
-from trl import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
 
 # Trainer
 
@@ -63,33 +60,15 @@ def clips_gradients(kind: type) -> bool:
     return not {"_clip_grad_norm", "_get_grad_norm"}.isdisjoint(vars(kind))
 
 
+def use_new_names(args: Any) -> None:
+    """Give arguments the names that transformers 5.23 has for them. It warns of the old ones, TRL's defaults too."""
+    for part in ("", "_kwargs"):
+        new = f"activation_checkpointing{part}"
+        if getattr(args, new, True) is None:
+            setattr(args, new, getattr(args, f"gradient_checkpointing{part}"))
+
+
 # SFTTrainer
-
-
-class RowsTrainer(SFTTrainer):
-    """An SFTTrainer that has its rows prepared by `prepare_rows`. A constructor of SFTTrainer prepares them all."""
-
-    def _prepare_dataset(self, *rows: Any) -> Any:
-        return self.prepare_rows(super()._prepare_dataset, *rows)
-
-    def prepare_rows(self, prepare: Callable[..., Any], *rows: Any) -> Any:
-        """Return a dataset as `prepare(*rows)` would, SFTTrainer's own method.
-
-        Args:
-            rows: dataset, processing_class, args, packing, formatting_func, dataset_name.
-        """
-        raise NotImplementedError
-
-
-def takes_json(*names: str) -> Callable[[type], type]:
-    """Let fields of a configuration be JSON on a command line, besides those of TRL's SFTConfig."""
-
-    def of(kind: type) -> type:
-        # `__post_init__` of transformers' arguments reads the list of the object's class
-        kind._VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, *names]  # pyright: ignore[reportAttributeAccessIssue]
-        return kind
-
-    return of
 
 
 def tokenizer_of(trainer: Any) -> Any:
@@ -123,11 +102,12 @@ def drops_last_rows(loader: Any) -> bool:
 
 def is_prepared(model: Any) -> bool:
     """Whether accelerate has prepared a model. It marks what it has prepared for an evaluation too."""
-    return getattr(model, "_is_accelerate_prepared", False)
+    # before 1.14 it marked none, and put another autocast around the former one when training began
+    return getattr(model, "_is_accelerate_prepared", False) or "_original_forward" in vars(model)
 
 
 def unprepare(model: Any) -> None:
     """Take accelerate's mark, and its autocast around the forward, off a model."""
     if "_original_forward" in vars(model):  # accelerate's unwrap_model would go on below the fused loss
         model.forward = vars(model).pop("_original_forward")
-    del model._is_accelerate_prepared
+    vars(model).pop("_is_accelerate_prepared", None)

@@ -17,8 +17,6 @@ from typing import Any
 
 import transformers.integrations.liger
 import transformers.trainer
-import trl
-import trl.trainer.utils
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
@@ -56,7 +54,10 @@ def replace_trl_log_probs(replacements: Replacements) -> None:
 
     A release of TRL whose head calls another function keeps it, with a warning that says so.
     """
-    stock = getattr(trl.trainer.utils, CHUNKED_LOG_PROBS, None)
+    import trl
+    from trl.trainer import utils
+
+    stock = getattr(utils, CHUNKED_LOG_PROBS, None)
     if stock is None or tuple(inspect.signature(stock.forward).parameters)[1:] != _PARAMETERS:
         warnings.warn(
             f"The fused head of TRL {trl.__version__} calls another function than that of TRL 1.16, which "
@@ -64,7 +65,7 @@ def replace_trl_log_probs(replacements: Replacements) -> None:
             stacklevel=3,
         )
         return
-    replacements.set(trl.trainer.utils, CHUNKED_LOG_PROBS, FusedLogProbs(stock))
+    replacements.set(utils, CHUNKED_LOG_PROBS, FusedLogProbs(stock))
 
 
 class FusedLogProbs:
@@ -203,8 +204,9 @@ def enable() -> None:
     for module in (transformers.trainer, transformers.integrations.liger):
         _replacements.set(module, "apply_liger_kernel", apply_liger_kernel)
     _replacements.set(Trainer, "evaluation_loop", _patching_first(Trainer.evaluation_loop))
-    replace_trl_log_probs(_replacements)
-    replace_trl_stored_logits(_replacements)
+    if importlib.util.find_spec("trl") is not None:
+        replace_trl_log_probs(_replacements)
+        replace_trl_stored_logits(_replacements)
 
 
 def disable() -> None:

@@ -7,16 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate import cpu_offload
+from accelerate import PartialState, cpu_offload
 from accelerate.utils import gather_object, patch_environment, send_to_device
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import BitsAndBytesConfig, PreTrainedModel, TrainingArguments
-from trl.models.utils import prepare_deepspeed, prepare_fsdp
-from trl.trainer.utils import create_model_from_path
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, TrainingArguments
 
 from ..common.console import announce
-from ..common.weights import load_merged
+from ..common.weights import auto_class, load_merged
 from ..compat.models import unsplit_layers
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
@@ -77,7 +75,15 @@ def load_frozen(name: str, **options: Any) -> PreTrainedModel:
     student's weights to the others, but nobody sends the teacher's.
     """
     with patch_environment(**{RAM_EFFICIENT: "false"}):
-        return load_merged(create_model_from_path, name, **options)
+        return load_merged(_from_files, name, **options)
+
+
+def _from_files(name: str, **options: Any) -> Any:
+    """Load a model as TRL loads a student: in fp32, and where there is a GPU, on it, unless `options` say otherwise."""
+    how = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+    place = None if PartialState().device.type in ("cpu", "mps") else "auto"
+    kind = auto_class(AutoConfig.from_pretrained(name, **how))
+    return kind.from_pretrained(name, **{"dtype": "float32", "device_map": place, **options})
 
 
 def shard(teacher: PreTrainedModel, accelerator: Any, like: nn.Module | None = None) -> nn.Module:
@@ -89,6 +95,8 @@ def shard(teacher: PreTrainedModel, accelerator: Any, like: nn.Module | None = N
     """
     plugin = accelerator.state.fsdp_plugin
     if plugin.fsdp_version == 1:
+        from trl.models.utils import prepare_fsdp
+
         return prepare_fsdp(teacher, accelerator)  # pyright: ignore[reportReturnType]
     mesh = getattr(accelerator, "torch_device_mesh", None)
     how: dict[str, Any] = {
@@ -328,6 +336,8 @@ class ModelTeacher(Teacher):
     def _placed(self, teacher: PreTrainedModel, trainer: DistillHost) -> nn.Module:
         # Weights live as the student's do: under its engine, next to it, or where `args` say.
         if trainer.is_deepspeed_enabled:
+            from trl.models.utils import prepare_deepspeed
+
             return prepare_deepspeed(teacher, self._accelerator)
         if trainer.is_fsdp_enabled and not keeps_device(self._args):
             return shard(teacher, self._accelerator, like=base_of(trainer.student))

@@ -5,18 +5,20 @@ are the same text for both, so the teacher's answer about the n-th learned token
 student's n-th. TRL's collator makes both batches.
 """
 
+import sys
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import AutoProcessor, ProcessorMixin
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..common.weights import adapter_at
 from ..errors import ConfigError, DataError
 from ..losses.spec import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 OF_TEACHER, PLACES = "teacher_reads/", "teacher_reads/places"  # of keys in a batch
 
@@ -71,11 +73,16 @@ def _drawing(processor: Any) -> dict[str, Any]:
     return {**plain, "chat_template": None, "image_processor": processor.image_processor.to_dict()}
 
 
-def collator_of_images(collator: Any) -> DataCollatorForVisionLanguageModeling | None:
+def image_collator_of_trl() -> Any:
+    """Return TRL's class of collators of rows with images; None where nobody has imported it, so that none is one."""
+    return getattr(sys.modules.get("trl.trainer.sft_trainer"), "DataCollatorForVisionLanguageModeling", None)
+
+
+def collator_of_images(collator: Any) -> "DataCollatorForVisionLanguageModeling | None":
     """Return TRL's collator of images, which others may have been put around; None where there is none."""
     while hasattr(collator, "collator"):
         collator = collator.collator
-    return collator if isinstance(collator, DataCollatorForVisionLanguageModeling) else None
+    return collator if isinstance(collator, image_collator_of_trl() or ()) else None
 
 
 @dataclass
@@ -93,10 +100,12 @@ class OwnImages:
     """
 
     collator: Any
-    of_teacher: DataCollatorForVisionLanguageModeling
+    of_teacher: "DataCollatorForVisionLanguageModeling"
 
     @classmethod
     def around(cls, collator: Any, processor: Any) -> "OwnImages":
+        from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
         inner = collator_of_images(collator)
         assert inner is not None
         template = None

@@ -114,6 +114,11 @@ def spans(length: int, seq_lengths: Iterable[int] | None) -> list[tuple[int, int
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
+def column_names(dataset: Any) -> list[str]:
+    """Return the names of a dataset's columns, of a stream those of its first row where it does not know them."""
+    return list(next(iter(dataset))) if dataset.column_names is None else dataset.column_names
+
+
 def ragged(array: Any) -> Any:
     """Return a column of fixed-size lists as one of lists with offsets; other columns as they are."""
     fixed = pa.types.is_fixed_size_list(array.type)

@@ -18,9 +18,9 @@ from typing import Any
 
 from datasets import Dataset, Features, IterableDataset, Json, List, Value
 from datasets.features.features import register_feature
-from trl.data_utils import get_dataset_column_names
 
 from ..errors import DataError
+from ..teachers.row_keys import column_names
 from .images import COLUMNS
 
 MASKED = "train"  # false: nothing of the message is learned; `tidy` writes it
@@ -224,7 +224,7 @@ def in_messages(dataset: Any, text_field: str = "text", alpaca_prompt: str = "in
     """
     if not isinstance(dataset, Dataset | IterableDataset):  # TRL's refusal names the type
         return dataset
-    columns = set(get_dataset_column_names(dataset))
+    columns = set(column_names(dataset))
     if "input_ids" in columns:
         return dataset
     check_preferences(dataset, text_field if text_field != "text" else None)
@@ -290,7 +290,7 @@ def check_preferences(dataset: Any, text_field: str | None = None) -> None:
     Args:
         text_field: a column that was named to be learned as text; where the rows have it, nothing else is read.
     """
-    columns = set(get_dataset_column_names(dataset))
+    columns = set(column_names(dataset))
     if text_field in columns or "input_ids" in columns:
         return
     # By the names of columns, whatever they hold: an answer that was rejected looks like any other.
@@ -353,7 +353,7 @@ def _check_columns(dataset: Any, text_field: str) -> None:
     """Raise DataError where the trainer would find nothing to read, or numbers where it reads text."""
     if not isinstance(dataset, Dataset | IterableDataset):
         return
-    have = get_dataset_column_names(dataset)
+    have = column_names(dataset)
     if "input_ids" in have:
         return
     check_preferences(dataset, text_field if text_field != "text" else None)
@@ -370,7 +370,7 @@ def _check_columns(dataset: Any, text_field: str) -> None:
 
 
 def _formatted(dataset: Any, function: Callable, text_field: str) -> Any:
-    columns = set(get_dataset_column_names(dataset))
+    columns = set(column_names(dataset))
     if "input_ids" in columns:
         warnings.warn("formatting_func has no effect on rows that are tokenized.", stacklevel=2)
         return dataset
@@ -409,7 +409,7 @@ def split_last(dataset: Any) -> Any:
         return pair if after is None else encoded(pair, after)
 
     dataset = in_messages(dataset)
-    columns = set(get_dataset_column_names(dataset))
+    columns = set(column_names(dataset))
     if "messages" not in columns or "prompt" in columns:
         return dataset
     after = None

@@ -11,10 +11,11 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError, TemplateSyntaxError
 from trl.chat_template_utils import get_training_chat_template
-from trl.data_utils import get_dataset_column_names, is_conversational
+from trl.data_utils import is_conversational
 
 from ..common.signals import LimitExceeded, limited
 from ..errors import ConfigError, DataError
+from ..teachers.row_keys import column_names
 from .chat_rows import (
     BASIC_ROLES,
     CHAT_COLUMNS_READ,
@@ -133,7 +134,7 @@ def fit_arguments(dataset: Any, tokenizer: Any, template: str | None) -> Any:
     """Return rows whose tool calls have arguments as the template writes them: mappings, or JSON text."""
     if not isinstance(dataset, Dataset | IterableDataset) or not (template or tokenizer.chat_template):
         return dataset
-    columns = set(get_dataset_column_names(dataset))
+    columns = set(column_names(dataset))
     if "input_ids" in columns or not columns & KEPT or is_plain(dataset.features):
         return dataset
     wanted = arguments_wanted(_renderer({}, tokenizer, template))
@@ -419,7 +420,7 @@ def _with_characters(mark: re.Match) -> str:
 
 def has_masked_messages(dataset: Any) -> bool:
     """Return whether a message of some row is marked as not to be learned; of a stream, whether one may be."""
-    columns = [name for name in ("messages", "prompt", "completion") if name in get_dataset_column_names(dataset)]
+    columns = [name for name in ("messages", "prompt", "completion") if name in column_names(dataset)]
     if is_plain(dataset.features) or not columns or not is_conversational(next(iter(dataset))):
         return False
     if not isinstance(dataset, Dataset):

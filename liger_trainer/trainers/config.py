@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from transformers.utils import is_torch_bf16_gpu_available
-from trl import SFTConfig
 
 from ..common.options import OptionValues, check_options, option
-from ..compat.trainers import takes_json
+from ..compat.sft_trainer import SFTConfig, takes_json
+from ..compat.trainers import use_new_names
 from ..errors import ConfigError
 from ..losses.plan import LossConfig, LossPlan, plan_of, without_effect
 from ..losses.spec import Distillation, distillation_of
@@ -56,6 +56,7 @@ class LigerConfig(RowsConfig, ImagesConfig, StepConfig, QatConfig, NonFiniteConf
         # Before SFTConfig's own, which would turn bf16 on and guess the direction.
         choose_bf16(self)
         choose_direction(self)
+        use_new_names(self)
         super().__post_init__()
         check_options(self, RowsConfig, ImagesConfig, StepConfig, QatConfig, NonFiniteConfig)
 
@@ -93,6 +94,7 @@ class LigerDistillConfig(
     def __post_init__(self):
         choose_bf16(self)
         choose_direction(self)
+        use_new_names(self)
         super().__post_init__()
         if self.loss_type == "dft":
             raise ValueError("loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'.")

@@ -11,7 +11,6 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl.models.utils import prepare_deepspeed
 
 from ..common.console import announce
 from ..common.replacements import replaced
@@ -224,6 +223,8 @@ class DistillationCallback(TrainerCallback):
             if self._engine is None:  # it gathers the layers as they are patched, so they stay so
                 check_alike(describe_frozen_model(self.teacher), "teacher")
                 patch_layers(self.teacher, options, "teacher", rows)
+                from trl.models.utils import prepare_deepspeed  # nothing else here needs TRL
+
                 self._engine = prepare_deepspeed(self.teacher, self._accelerator)
             return
         _patch_until(undo, self.teacher, options, "teacher", rows)

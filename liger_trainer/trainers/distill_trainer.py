@@ -14,10 +14,10 @@ from typing import Any
 from datasets import Dataset
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl.data_utils import is_conversational
 
 from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG
+from ..compat.sft_trainer import is_conversational
 from ..errors import ConfigError, TeacherServerError
 from ..losses.spec import LossOptions, TokenLossOutput
 from ..patching.patcher import Patched, base_of

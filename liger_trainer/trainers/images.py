@@ -15,15 +15,14 @@ import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from torch import Tensor, nn
-from trl.data_utils import get_dataset_column_names
-from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..common.replacements import Replacements, forward_of
 from ..errors import ConfigError, DataError
 from ..losses.model_parts import placeholder_ids, reads_images
 from ..losses.spec import IGNORE_INDEX
 from ..patching.patcher import base_of
-from ..teachers.own_images import placeholder_of
+from ..teachers.own_images import image_collator_of_trl, placeholder_of
+from ..teachers.row_keys import column_names
 
 COLUMNS = ("image", "images")
 _NEEDS_TEXT = {
@@ -48,7 +47,7 @@ def has_images(dataset: Any) -> bool:
     """Return whether the rows of a dataset have images, by the names of its columns."""
     if not isinstance(dataset, Dataset | IterableDataset):  # TRL's refusal names the type
         return False
-    return not set(COLUMNS).isdisjoint(get_dataset_column_names(dataset))
+    return not set(COLUMNS).isdisjoint(column_names(dataset))
 
 
 def check_settings(dataset: Any, args: Any) -> None:
@@ -86,7 +85,7 @@ class ImageCollator:
             processor refuses.
     """
 
-    collator: DataCollatorForVisionLanguageModeling
+    collator: Any  # TRL's DataCollatorForVisionLanguageModeling
     placeholders: tuple[int, ...]
     learned: bool = False
 
@@ -129,7 +128,7 @@ def with_image_collator(collator: Any, model: Any, learned: bool) -> Any:
         ConfigError: the model takes no images, or the processor writes placeholders that are not this model's.
     """
     # Exactly TRL's: a subclass may treat labels in its own way.
-    if type(collator) is not DataCollatorForVisionLanguageModeling:
+    if type(collator) is not image_collator_of_trl():
         return collator
     if not reads_images(model):
         raise ConfigError(f"The rows have images, and {type(model).__name__} takes none. Load a vision-language model.")

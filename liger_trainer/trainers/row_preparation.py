@@ -15,16 +15,14 @@ import torch
 from datasets import Dataset
 from jinja2 import TemplateError
 from transformers import LlamaConfig, LlamaForCausalLM
-from trl.data_utils import get_dataset_column_names
-from trl.trainer.sft_trainer import SFTTrainer
 
 from ..common.console import announce
 from ..common.replacements import replaced
 from ..common.signals import end_workers_with_this_process
-from ..compat.trainers import RowsTrainer
+from ..compat.sft_trainer import RowsTrainer, SFTTrainer
 from ..errors import ConfigError, DataError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
-from ..teachers.row_keys import DocumentCollator, check_known, documents, row_key, rows_with
+from ..teachers.row_keys import DocumentCollator, check_known, column_names, documents, row_key, rows_with
 from ..teachers.vocabulary import end_tokens
 from .chat_rows import datasets_in_messages
 from .chat_template import (
@@ -172,7 +170,7 @@ class RowPreparation:
     def _marked_parts(self, dataset: Any, tokenizer: Any, args: Any) -> Iterator[None]:
         """Have TRL learn what `supervised_part` and marks of messages say, by a chat template for this preparation."""
         # tokens come again to be packed
-        if "input_ids" in get_dataset_column_names(dataset) or not (self._part or has_masked_messages(dataset)):
+        if "input_ids" in column_names(dataset) or not (self._part or has_masked_messages(dataset)):
             yield
             return
         trainer = self._trainer

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from trl.data_utils import is_conversational
 
 from ..errors import ConfigError, DataError
 from ..losses.model_parts import head_rows, known_positions
@@ -217,6 +216,8 @@ def text_prompt_ids(text: str, tokenizer: Any) -> list[int]:
 
 
 def _ids(row: dict[str, Any], tokenizer: Any, chat_template: str | None) -> list[int]:
+    from trl.data_utils import is_conversational  # only our trainers, which need TRL, prepare prompts
+
     if not is_conversational(row):
         return text_prompt_ids(row["prompt"], tokenizer)
     tools = row.get("tools")

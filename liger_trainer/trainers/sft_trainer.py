@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from trl.trainer.sft_trainer import (
+
+from ..common.console import announce
+from ..compat.sft_trainer import (
     DataCollatorForLanguageModeling,
     DataCollatorForVisionLanguageModeling,
     SFTTrainer,
+    with_lengths,
 )
-
-from ..common.console import announce
 from ..errors import ConfigError
 from ..losses.model_parts import output_module
 from ..losses.spec import IGNORE_INDEX, LossOptions, TokenLossOutput, TokenWeights
@@ -123,7 +124,8 @@ class LigerTrainer(SFTTrainer):
         self.checkpoint_files = self.checkpoint_guard.files
         with warnings.catch_warnings(), patched_sft_module(config), self.row_preparation.accepted():
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
-            warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
+            # And PEFT asks for checkpointing by the name of before transformers 5.23.
+            warnings.filterwarnings("ignore", "`(label_smoothing_factor|is_gradient_checkpointing)`", FutureWarning)
             super().__init__(*call.args, **call.kwargs)
         check_savable(self.model, self.processing_class)
         check_prefixes_kept(self.model, self.args)
@@ -132,7 +134,7 @@ class LigerTrainer(SFTTrainer):
         # Collators from the inside out. This one is around TRL's own. TRL's own configuration knows no such field, and
         # its labels stay as they are.
         self.data_collator = with_image_collator(
-            self.data_collator, base_of(self.model), getattr(config, "learn_image_tokens", True)
+            with_lengths(self.data_collator), base_of(self.model), getattr(config, "learn_image_tokens", True)
         )
         self.check_rows()
         check_positions(self.row_preparation.named_datasets(), self.args, base_of(self.model), "the model")

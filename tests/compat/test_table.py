@@ -12,6 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from liger_trainer.compat.table import NAMES
 
@@ -87,6 +88,8 @@ def test_a_name_is_there_as_we_need_it(entry):
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
     version = platform.python_version() if library == "sys" else importlib.metadata.version(library)
+    if Version(version) < Version(entry.since):
+        pytest.skip(f"{library} {version} has it not yet")
     sentence = f"{library} {version}: {entry.module} {entry.name} has changed; {entry.why}"
     holder = holder_of(entry.module)
     *classes, attribute = entry.name.split(".")

@@ -14,9 +14,9 @@ from recorders import RunsAgain
 from tiny import VOCAB, tiny_model
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import patch
+from liger_trainer.compat.sft_trainer import DataCollatorForLanguageModeling, with_lengths
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching.graphs import cuda_graphs
 from liger_trainer.patching.graphs import recorder as graph_recorder
@@ -285,7 +285,7 @@ def packed_batch(tokens=24, longest=12):
     second = int(torch.randint(tokens - first - longest + 1, min(longest, tokens - first - 1), ()))
     lengths = [n for n in (first, second, tokens - first - second - 1) if n > 0]
     rows = [{"input_ids": torch.randint(1, VOCAB, (n,)).tolist()} for n in lengths]
-    plain = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    plain = with_lengths(DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True))
     batch = FixedShapes(plain, tokens, longest, pad_token_id=0)(rows)
     assert batch.pop("padding_tokens") == tokens - sum(lengths)
     return batch

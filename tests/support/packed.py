@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from liger_trainer.compat.sft_trainer import DataCollatorForLanguageModeling, with_lengths
 
 
 def documents(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[Tensor]:
@@ -16,7 +17,7 @@ def documents(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[Tensor]
 
 def packed(rows: Sequence[Tensor], device: str = "cpu") -> dict[str, Any]:
     """The batch of these documents, in one row."""
-    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    collate = with_lengths(DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True))
     batch = collate([{"input_ids": row.tolist()} for row in rows])
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 

@@ -73,7 +73,7 @@ def test_the_dtype(directory):
     assert {name: make(directory, teacher_dtype=name).teacher.dtype for name in dtypes} == dtypes
 
 
-LOADING = "liger_trainer.teachers.model.create_model_from_path"
+LOADING = "liger_trainer.teachers.model._from_files"
 
 
 @pytest.mark.parametrize("bf16, dtype", [(False, "float32"), (True, "bfloat16")])

@@ -110,7 +110,7 @@ def test_a_teacher_of_another_tokenizer_is_refused_before_it_is_loaded(tmp_path,
     def no_weights(*_, **__):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("liger_trainer.teachers.model.create_model_from_path", no_weights)
+    monkeypatch.setattr("liger_trainer.teachers.model._from_files", no_weights)
     path = saved(tmp_path, byte_level(ENGLISH))
     with pytest.raises(ConfigError, match="different tokenizers: 64 of 64 shared ids differ"):
         make(path)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from commands import save_models
+from peft import LoraConfig
 from tiny import completions, texts, tiny_model, tiny_tokenizer, train_args
 from trainings import a_teacher, distill, sft
 from trl import SFTTrainer
@@ -238,3 +239,11 @@ def test_a_guess_of_transformers_is_corrected_and_said():
         with pytest.warns(UserWarning, match=f"transformers takes more {metric} for the better"):
             trainer = make(metric_for_best_model=metric, **FOLLOW)
         assert not trainer.args.greater_is_better
+
+
+@pytest.mark.parametrize("adapters", [None, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")])
+def test_nobody_is_warned_of_what_other_libraries_call_by_old_names(adapters, tmp_path, recwarn):
+    args = LigerConfig(str(tmp_path), max_steps=1, report_to="none")
+    LigerTrainer(tiny_model(), args, train_dataset=texts(4), processing_class=tiny_tokenizer(), peft_config=adapters)
+    assert args.gradient_checkpointing is True
+    assert [str(each.message) for each in recwarn if each.category is FutureWarning] == []

@@ -13,11 +13,11 @@ from tiny import WORDS, completions, texts, tiny_model, tiny_tokenizer, train_ar
 from trainings import logged, trained, weights_of
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import LigerConfig, LigerTrainer
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.compat.modules import without_walks
+from liger_trainer.compat.sft_trainer import DataCollatorForLanguageModeling, with_lengths
 from liger_trainer.errors import ConfigError
 from liger_trainer.losses.spec import IGNORE_INDEX
 from liger_trainer.trainers import step_graphs
@@ -192,7 +192,7 @@ def test_pinned_batches_do_not_wait_for_the_device(pinned):
 def fixed(lengths, tokens=20, longest=10):
     """TRL's batch of documents of these lengths, and the one of a fixed shape."""
     rows = [{"input_ids": torch.randint(1, 50, (n,)).tolist()} for n in lengths]
-    plain = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    plain = with_lengths(DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True))
     return plain(rows), FixedShapes(plain, tokens, longest, pad_token_id=0)(rows)
 
 

@@ -126,7 +126,8 @@ def signature(function: Any) -> Signature | str:
     parameters = parameters_of(function)
     names = list(parameters)
     heads = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in names else None
-    if names[2:4] == ["cos", "sin"] and heads in (1, 2):
+    after = list(parameters.values())[4:]
+    if names[2:4] == ["cos", "sin"] and heads in (1, 2) and all(p.default is not p.empty for p in after):
         return Signature(tuple(names[4:]), heads)
     if names[2:] == ["freqs_cis"]:
         return Signature((), None)

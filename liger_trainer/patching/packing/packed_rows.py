@@ -27,7 +27,7 @@ _ATTENTION = (
     "deepseek_sparse_attention", "moe",
 )  # fmt: skip
 # Families whose own attention, which doesn't go through the interface, starts from 0 where positions do.
-_APART = ("codegen", "git", "gpt_neo", "gpt_neox_japanese", "gptj")
+_APART = ("codegen", "gpt_neo", "gpt_neox_japanese", "gptj")
 # Families that hand the documents to the kernels of their other layers. transformers (5.23, not yet 5.17) refuses to
 # run packed rows without these kernels.
 _HAND_OVER = (

@@ -1,0 +1,92 @@
+"""What needs no TRL: the layers, losses and kernels, `patch`, `enable`, and distillation by the callback."""
+
+import subprocess
+import sys
+
+import pytest
+
+# What imports and the metadata of packages say where TRL is not installed, or an old one is.
+WITHOUT = """
+import importlib.machinery, importlib.metadata, sys
+finder = importlib.machinery.PathFinder
+def find_spec(cls, name, *where, known=finder.find_spec):
+    return None if name.partition(".")[0] == "trl" else known(name, *where)
+finder.find_spec = classmethod(find_spec)
+found = importlib.metadata.version
+def version(name):
+    if name == "trl":
+        RAISE
+    return found(name)
+importlib.metadata.version = version
+"""
+ABSENT = WITHOUT.replace("RAISE", "raise importlib.metadata.PackageNotFoundError(name)")
+OLD = WITHOUT.replace("RAISE", "return '1.14.2'")
+TRAINERS = "LigerConfig", "LigerDistillConfig", "LigerDistillTrainer", "LigerTrainer"
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_other_name_is_there_and_a_callback_distils():
+    found = run(
+        ABSENT
+        + f"""
+import liger_trainer
+loads_rows = {{"capture_teacher_cache", "generate_dataset", "import_teacher_cache"}}
+for name in set(liger_trainer.__all__) - set({TRAINERS!r}) - loads_rows:
+    getattr(liger_trainer, name)
+import torch, transformers
+def model(layers):
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, bos_token_id=None, eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config)
+liger_trainer.enable()
+print(liger_trainer.patch(model(1)).report.swapped["fused loss"])
+row = torch.arange(1, 13)
+args = transformers.TrainingArguments("/nonexistent", max_steps=2, use_cpu=True, report_to="none", save_strategy="no",
+                                      per_device_train_batch_size=2, disable_tqdm=True)
+trainer = transformers.Trainer(
+    model(1), args, train_dataset=[{{"input_ids": row, "labels": row}}] * 4,
+    callbacks=[liger_trainer.DistillationCallback(model(2), losses=[{{"type": "forward_kl"}}])],
+)
+trainer.train()
+print("trl" in sys.modules, trainer.state.log_history[-1]["train_loss"] > 0)
+"""
+    )
+    assert found.splitlines()[0] == "1" and found.splitlines()[-1] == "False True"
+
+
+@pytest.mark.parametrize(("what", "installed"), [(ABSENT, "none"), (OLD, "1.14.2")])
+def test_the_trainers_say_in_a_sentence_which_trl_they_need(what, installed):
+    said = run(
+        what
+        + f"""
+import liger_trainer
+for name in {TRAINERS!r}:
+    try:
+        getattr(liger_trainer, name)
+    except liger_trainer.errors.ConfigError as error:
+        print(error)
+"""
+    )
+    sentence = (
+        f"LigerTrainer and LigerDistillTrainer need TRL 1.15 or later, and {installed} is installed: pip install "
+        "--upgrade trl. With any TRL, or none, patch(model), enable() and DistillationCallback serve a "
+        "transformers.Trainer."
+    )
+    assert said.splitlines() == [sentence] * len(TRAINERS)
+
+
+def test_no_name_imports_what_only_reports_and_the_demo_need():
+    code = """
+import sys, liger_trainer
+for name in liger_trainer.__all__:
+    getattr(liger_trainer, name)
+print(sorted({"matplotlib", "gguf"} & sys.modules.keys()))
+"""
+    assert run(code) == "[]\n"
