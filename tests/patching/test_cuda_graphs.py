@@ -423,14 +423,20 @@ def one_rank():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("change", [lambda m: m, lora, checkpointed], ids=["full", "lora", "checkpointing"])
-def test_graphs_write_gradients_into_the_buckets_of_ddp(monkeypatch, one_rank, change):
+def with_buckets(monkeypatch, change):
+    """A pair of models, the second also as DDP wraps it, with places in DDP's buckets."""
     buckets, reduce = GradientBuckets(), dist.all_reduce
     # gloo has no average; of one rank it is the sum
     monkeypatch.setattr(dist, "all_reduce", lambda x, op, group, async_op: reduce(x, group=group, async_op=async_op))
     plain, graphed, _ = pair(change, places=buckets.places)
     wrapped = DistributedDataParallel(graphed, gradient_as_bucket_view=True, bucket_cap_mb=0.01)
     wrapped.register_comm_hook(dist.group.WORLD, buckets.average)
+    return plain, graphed, wrapped, buckets
+
+
+@pytest.mark.parametrize("change", [lambda m: m, lora, checkpointed], ids=["full", "lora", "checkpointing"])
+def test_graphs_write_gradients_into_the_buckets_of_ddp(monkeypatch, one_rank, change):
+    plain, graphed, wrapped, buckets = with_buckets(monkeypatch, change)
     computed_at = defaultdict(list)
     for step in range(6):
         if step == 3:
@@ -448,6 +454,26 @@ def test_graphs_write_gradients_into_the_buckets_of_ddp(monkeypatch, one_rank, c
     in_layers = [w for n, w in graphed.named_parameters() if "layers." in n and w.requires_grad]
     # a replay leaves a gradient in its bucket before DDP looks for it, but where earlier ones are added up elsewhere
     assert in_layers and all(computed_at[w][:3] == [places[w]] * 3 != computed_at[w][1:] for w in in_layers)
+
+
+def sharing(model):
+    """Two layers have one weight; in one of them, a weight is used twice."""
+    first, _, last = model.model.layers
+    last.mlp.down_proj.weight = first.mlp.down_proj.weight
+    last.self_attn.v_proj.weight = last.self_attn.k_proj.weight
+    return model
+
+
+def test_a_shared_weight_gets_all_its_gradients_in_the_buckets(monkeypatch, one_rank):
+    plain, graphed, wrapped, buckets = with_buckets(monkeypatch, sharing)
+    for _ in range(4):
+        ids = random_ids()
+        backward(plain, ids)
+        backward(wrapped, ids)
+        assert_same_gradients(plain, graphed)
+        for model in (plain, wrapped):
+            model.zero_grad()
+    assert RunsAgain.replays and buckets.places()
 
 
 def test_checkpointed_layers_in_graphs_lose_no_bit():
