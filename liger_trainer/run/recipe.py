@@ -39,7 +39,7 @@ from .results import (
     resume_hint,
     run_console,
 )
-from .samples import ModelFacts, Prompt, compare, measure, model_facts
+from .samples import ModelFacts, Prompt, compare, measure, model_facts, steady
 from .train_loop import Clock, check_checkpoint, train
 
 if TYPE_CHECKING:
@@ -153,7 +153,10 @@ def train_and_save(
             seconds=clock.seconds,
             log_history=trainer.state.log_history,
             models={
-                "student": model_facts(trainer.accelerator.unwrap_model(trainer.model), after.tokens_per_second),
+                "student": model_facts(
+                    trainer.accelerator.unwrap_model(trainer.model),
+                    steady(before.tokens_per_second, after.tokens_per_second),
+                ),
                 **({"teacher": of_teacher} if of_teacher else {}),
             },
         )

@@ -1,12 +1,15 @@
 """The training of a run: measure the student, train it, stop it early, show how it goes, and say what that took."""
 
 import json
+import math
 import os
 import shlex
 import signal
+import statistics
 import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from ..common import signals
 from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
-from ..common.console import on_first_rank
+from ..common.console import announce, on_first_rank
 from ..common.files import BEFORE, METRICS
 from ..common.signals import handling
 from ..compat.deepspeed import shape_of
@@ -73,6 +76,7 @@ class MeasureBefore(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if self.result is None:  # else auto_find_batch_size begins again, with weights that have trained by now
             _check_steps_left(args, state, self.trainer.resumed_from)
+            _warn_of_few_steps(self.trainer, state.max_steps)
             self.began_at, self.tokens_before = state.global_step, tokens_before(state)
             with self.clock("measure_before"):
                 # A resumed run goes on with the measurement that its first start made.
@@ -128,10 +132,11 @@ def train(
         NonFiniteError: a number in training is NaN or infinite, and steps are not left out for it.
     """
     stop, first = StopEarly(config["max_hours"], clock.began), MeasureBefore(trainer, config, measure, clock, show)
-    trainer.callback_handler.callbacks.insert(0, SpeedMetrics())  # before the trackers, so that they get its values
+    speed = SpeedMetrics()
+    trainer.callback_handler.callbacks.insert(0, speed)  # before the trackers, so that they get its values
     trainer.add_callback(stop)
     trainer.add_callback(first)
-    show_progress(trainer)
+    show_progress(trainer, speed)
     _check_optimizer(trainer, config)
     # Only around training: before and after it a signal is a KeyboardInterrupt, since there is nothing to save.
     with handling(stop.receive):
@@ -140,7 +145,9 @@ def train(
     seconds = time.perf_counter() - first.ended
     # Without the measurement before, which has its own entry.
     clock.seconds["train"] = round(seconds, 2)
-    if stop.reason and trainer.state.global_step < trainer.state.max_steps:
+    all_steps_made = trainer.state.global_step >= trainer.state.max_steps
+    # Hours that end in the last step cost nothing more than the last measurement; who sends a signal wants an end now.
+    if stop.reason and not (stop.reason == OUT_OF_TIME and all_steps_made):
         raise stop.error(_how_to_go_on(trainer))
     assert first.result is not None
     return first.result, _facts(trainer, seconds, first)
@@ -150,6 +157,8 @@ def _how_to_go_on(trainer: LigerTrainer) -> str:
     """Say what was saved. Checkpoints of later steps may be there, from before the run went back to an earlier one."""
     state, run_dir = trainer.state, Path(str(trainer.args.output_dir))
     saved = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    if not saved.is_dir():  # a signal behind the last step, after which `save_strategy` saves nothing
+        return f"Stopped after step {state.global_step} of {state.max_steps}; nothing was saved of it."
     newer = [] if checkpoints_in(run_dir)[-1:] == [saved] else ["--checkpoint", saved.name]
     return (
         f"Stopped at step {state.global_step} of {state.max_steps}; saved {saved}. "
@@ -170,6 +179,26 @@ def _check_steps_left(args: TrainingArguments, state: TrainerState, checkpoint: 
             "on, say for how long: max_steps=... or num_train_epochs=...; to measure what is there: "
             f"liger-trainer eval {shlex.quote(str(checkpoint))}"
         )
+
+
+FEW_STEPS = 10
+
+
+def _warn_of_few_steps(trainer: LigerTrainer, steps: int) -> None:
+    """Say so where the rows make only a few steps, in which hardly anything is learned; not where `max_steps` asks."""
+    args = trainer.args
+    if args.max_steps > 0 or steps >= FEW_STEPS:
+        return
+    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    packed = "sequences that rows are packed into" if args.packing else "rows"
+    more = [f"num_train_epochs={math.ceil(args.num_train_epochs * FEW_STEPS / steps)}"]
+    more += ["packing=false"] if args.packing else []
+    more += ["gradient_accumulation_steps=1"] if args.gradient_accumulation_steps > 1 else []
+    only = "1 step" if steps == 1 else f"{steps} steps"
+    announce(
+        f"this run has only {only}, since there are {len(trainer.train_dataset):,} {packed} and a step takes up to "
+        f"{rows}: the model will hardly change. More steps come of {', '.join(more)}."
+    )
 
 
 def _check_optimizer(trainer: LigerTrainer, config: "RunConfig") -> None:
@@ -287,8 +316,12 @@ class StopEarly(TrainerCallback):
         return control
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self._notes is not None:
-            self._notes.close()
+        # A signal after the last step, such as in an evaluation there, comes to no `on_step_end`.
+        if self._notes is None:
+            self.reason = self.reason or self.received
+        else:
+            self.reason = self.reason or self._notes.last(self.received)
+        self.stepping = False
 
     def error(self, message: str) -> Interrupted:
         """Return what to raise for the reason of the stop."""
@@ -320,9 +353,11 @@ class _Notes:
         self.work = None
         return int(self.value)
 
-    def close(self) -> None:
-        self._finish()
+    def last(self, mine: int) -> int:
+        """Compare for the last time, and wait for the result."""
+        result = max(self.exchange(mine), self._finish())
         dist.destroy_process_group(self.group)  # pyright: ignore[reportArgumentType]
+        return result
 
 
 # What is seen of a run while it goes: a line a log and a line an evaluation, which stay, and bars on a terminal.
@@ -332,6 +367,7 @@ HELD_OUT = ("loss", "forward_kl", "reverse_kl", "agreement_at_1", "perplexity", 
 SHORT = {"agreement_at_1": "agreement", "mean_token_accuracy": "accuracy"}
 TERM = "loss/"
 MEASURING_BEFORE, BETWEEN, AFTER = "measuring before", "evaluating", "measuring after"
+SILENT_FOR = 20.0  # seconds without a line, in a measurement without bars
 
 
 class RunProgress(ProgressCallback):
@@ -339,22 +375,19 @@ class RunProgress(ProgressCallback):
 
     Args:
         bars: False: no bars; None: where stderr is a terminal.
+        speed: measures the steps.
     """
 
-    def __init__(self, bars: bool | None) -> None:
+    def __init__(self, bars: bool | None, speed: "SpeedMetrics") -> None:
         super().__init__()
         self.disable = None if bars is None else not bars
-        self.phase = MEASURING_BEFORE
-        self.began, self.began_at = 0.0, 0
+        self.phase, self.speed = MEASURING_BEFORE, speed
+        self.said = 0.0  # when the last line about a measurement was printed
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.phase, self.current_step = BETWEEN, state.global_step
         if state.is_world_process_zero:
             self.training_bar = self._bar("training", state.max_steps, state.global_step)
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if not self.began:
-            self.began, self.began_at = time.perf_counter(), state.global_step
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
         if not state.is_world_process_zero or not has_length(eval_dataloader):
@@ -362,8 +395,16 @@ class RunProgress(ProgressCallback):
         if self.prediction_bar is None:
             # transformers makes one without a name, which does not say whether this is before, between or after.
             self.prediction_bar = self._bar(self.phase, len(eval_dataloader))
-            if self.prediction_bar.disable and self.phase != BETWEEN:
+            self.batches = 0
+        # Minutes without a line look like a run that hangs.
+        if self.prediction_bar.disable and self.phase != BETWEEN:
+            if not self.batches:
                 print(f"{self.phase}: held-out rows, batches: {len(eval_dataloader)}", flush=True)
+                self.said = time.perf_counter()
+            elif time.perf_counter() - self.said > SILENT_FOR:
+                print(f"{self.phase}: batch {self.batches} of {len(eval_dataloader)}", flush=True)
+                self.said = time.perf_counter()
+        self.batches += 1
         self.prediction_bar.update(1)
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
@@ -388,10 +429,8 @@ class RunProgress(ProgressCallback):
         self.phase = AFTER
 
     def _left(self, state: Any) -> str:
-        done = state.global_step - self.began_at
-        if not self.began or done < 1 or state.global_step >= state.max_steps:
-            return ""
-        return f"ETA {duration((time.perf_counter() - self.began) / done * (state.max_steps - state.global_step))}"
+        each, left = self.speed.seconds_a_step(), state.max_steps - state.global_step
+        return "" if each is None or left <= 0 else f"ETA {duration(each * left)}"
 
     def _print(self, state: Any, facts: list[str]) -> None:
         width = len(str(state.max_steps))
@@ -413,7 +452,7 @@ def _figures(metrics: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
     return [f"{SHORT.get(name, name.removeprefix(TERM))} {value:.4g}" for name, value in shown]
 
 
-def show_progress(trainer: Trainer) -> None:
+def show_progress(trainer: Trainer, speed: "SpeedMetrics") -> None:
     """Show the progress of a run in place of transformers' bars and dictionaries; in a notebook its table stays.
 
     Call it after the callback that measures the student was added: its bar comes above the one of training.
@@ -423,7 +462,7 @@ def show_progress(trainer: Trainer) -> None:
     for usual in (ProgressCallback, PrinterCallback):
         if usual in shown:
             trainer.remove_callback(usual)
-            trainer.add_callback(RunProgress(False if usual is PrinterCallback else None))
+            trainer.add_callback(RunProgress(False if usual is PrinterCallback else None, speed))
 
 
 # Tokens per second, peak memory and the use of the GPU in every log of a run.
@@ -436,11 +475,17 @@ class SpeedMetrics(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self.start = self.end = self.paused = 0.0
-        self.tokens, self.out_of_step = 0.0, True
+        self._begin(0, 0)
+
+    def _begin(self, step: int, tokens: float) -> None:
+        self.start = self.end = self.paused = self.all_paused = self.first = 0.0
+        self.tokens, self.out_of_step = tokens, True
+        self.began_at = self.step = step
+        self.recent: deque[float] = deque(maxlen=10)  # seconds of a step, the mean of each log
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.tokens = tokens_before(state)
+        # auto_find_batch_size begins again after an attempt that did not fit, whose time does not count.
+        self._begin(state.global_step, tokens_before(state))
 
     def on_step_begin(self, args, state, control, **kwargs):
         now = time.perf_counter()
@@ -449,10 +494,13 @@ class SpeedMetrics(TrainerCallback):
         # The time between two steps counts only where nothing else was done in it.
         elif self.out_of_step:
             self.paused += now - self.end
+            self.all_paused += now - self.end
         self.out_of_step = False
 
     def on_step_end(self, args, state, control, **kwargs):
         self.end = time.perf_counter()
+        if not self.first:
+            self.first = self.end - self.start
 
     def on_evaluate(self, args, state, control, **kwargs):
         self.out_of_step = True
@@ -470,7 +518,25 @@ class SpeedMetrics(TrainerCallback):
             facts["gpu_utilization"] = busy
         logs.update(facts)  # trackers read these logs; log_history holds a copy
         state.log_history[-1].update(facts)
+        self._remember(state.global_step, seconds)
         self.start, self.paused, self.tokens = now, 0.0, logs["num_tokens"]
+
+    def _remember(self, step: int, seconds: float) -> None:
+        steps = step - self.step
+        if self.step == self.began_at:  # kernels are compiled in the first step: it tells nothing of the others
+            steps, seconds = steps - 1, seconds - self.first
+        if steps > 0:
+            self.recent.append(seconds / steps)
+        self.step = step
+
+    def seconds_a_step(self) -> float | None:
+        """Return how long a step takes now, with its share of evaluations and saves; None until that is known.
+
+        It is the median of the last logs, so that a busy moment of the machine does not count.
+        """
+        if not self.recent:
+            return None
+        return statistics.median(self.recent) + self.all_paused / (self.step - self.began_at)
 
 
 def gpu_utilization(args: TrainingArguments) -> float | None:

@@ -378,7 +378,7 @@ def test_the_use_of_the_gpu_is_logged_where_it_can_be_read(monkeypatch):
     monkeypatch.setattr(callbacks.torch.cuda, "utilization", missing)
     assert gpu_utilization(on_gpu) is None
     monkeypatch.setattr(callbacks, "gpu_utilization", lambda args: 87.0)
-    state, logs = SimpleNamespace(log_history=[{}]), {"loss": 1.0, "num_tokens": 8.0}
+    state, logs = SimpleNamespace(log_history=[{}], global_step=1), {"loss": 1.0, "num_tokens": 8.0}
     SpeedMetrics().on_log(on_cpu, state, None, logs=logs)
     assert logs["gpu_utilization"] == state.log_history[-1]["gpu_utilization"] == 87.0
 
