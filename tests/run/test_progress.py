@@ -100,7 +100,7 @@ def test_a_speed_that_changes_is_left_out():
     [
         (
             ["per_device_train_batch_size=8", "gradient_accumulation_steps=8"],
-            "only 1 step, since there are 28 rows and a step takes up to 64",
+            "only 1 step, since there are 24 rows and a step takes up to 64",
         ),
         (["packing=true", "max_length=64"], "sequences that rows are packed into"),
         (["max_steps=2"], None),  # who asks for two steps knows it
