@@ -229,7 +229,8 @@ def test_dagshub_needs_mlflow_too(monkeypatch, tmp_path):
     (tmp_path / "dagshub.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    assert "dagshub needs mlflow" in (trackers.not_installed("dagshub") or "")
+    ((key, told),) = trackers.not_installed({"report_to": "dagshub"})
+    assert key == "report_to" and "dagshub needs mlflow" in told
 
 
 @pytest.mark.parametrize(
