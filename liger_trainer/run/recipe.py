@@ -96,9 +96,18 @@ def load_trainer(run: OpenedRun, trainer_class: type[TrainerT], args: Any, **tea
             peft_config=get_peft_config(config.model_args()),
             **teacher,
         )
+    _name_base_for_good(trainer.model)
     if trainer.row_facts:  # rows with images are prepared batch by batch
         print_rows(run.console, trainer.row_facts)
     return trainer
+
+
+def _name_base_for_good(model: Any) -> None:
+    """Have adapters name a base in a folder by its whole path: a relative one leads elsewhere from another folder."""
+    for adapter in model.peft_config.values() if isinstance(model, PeftModel) else ():
+        base = adapter.base_model_name_or_path
+        if base and Path(base).is_dir():
+            adapter.base_model_name_or_path = str(Path(base).absolute())
 
 
 def train_and_save(

@@ -194,11 +194,12 @@ def test_the_speed_of_generation_leaves_the_first_prompt_out():
 @pytest.mark.parametrize(
     ("recipe", "before", "after", "tone", "text"),
     [
-        ("sft", {"loss": 2.0}, {"loss": 1.5}, "good", "got better on rows that it was not trained on: loss from"),
+        ("sft", {"loss": 2.0}, {"loss": 1.5}, "good", "The model got better on rows that it was not"),
         ("sft", {"loss": 2.0}, {"loss": 2.1}, "bad", "got worse"),
         ("sft", {"loss": 2.0}, {"loss": 1.995}, "", "hardly changed"),
         ("sft", {"loss": 2.0}, {"loss": math.nan}, "bad", "is NaN"),
         ("distill", {"forward_kl": 1.0, "loss": 1.0}, {"forward_kl": 0.5, "loss": 9.0}, "good", "0.500 (−50.0%)"),
+        ("distill", {"forward_kl": 1.0}, {"forward_kl": 1.0}, "", "The student hardly changed"),
         ("distill", {"agreement_at_1": 0.5}, {"agreement_at_1": 0.4}, "bad", "agreement@1 from 0.500 to 0.400"),
         ("distill", {"loss/alm": 0.5, "student_perplexity": 9.0}, {"loss/alm": 0.4, "student_perplexity": 11.0}, "good",
          "ALM from 0.500 to 0.400"),

@@ -228,6 +228,23 @@ def test_the_best_of_several_runs_stands_on_top(make, no_curves, kl, verdict):
     assert re.findall(r'<p class="verdict ">(.*?)</p>', page.read_text()) == ([verdict] if verdict else [])
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"data": {"sha256": "ab" * 32, "learned": "the answers of each chat"}},
+        {"rows": {"eval": {"supervised_tokens": 90}}},  # such as with a shorter max_length
+    ],
+)
+def test_means_over_other_tokens_are_not_ranked(make, no_curves, other):
+    first = {"data": {"sha256": "ab" * 32, "learned": "every message, the user's too"},
+             "rows": {"eval": {"supervised_tokens": 100}}}  # fmt: skip
+    one, two = make("one", metrics=first), make("two", scale=0.5, metrics={**first, **other})
+    assert end_of("report", one, two, "--output", one / "all.html") == 0
+    page = Page(one / "all.html")
+    assert "The runs learn different parts of the same rows" in " ".join(page.text.split())
+    assert 'class="verdict' not in page.source and 'class="best"' not in page.source
+
+
 def test_runs_of_one_name_are_told_apart(make):
     runs = [read_run(make("a/out")), read_run(make("b/out"))]
     assert names(runs) == ["a/out", "b/out"] and names(runs[:1]) == ["out"]

@@ -401,7 +401,7 @@ def before_and_after(run: RunRecord) -> Grid:
 
 def side_by_side(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
     """Return the held-out metrics of several runs, before and after training; the best of each row is marked."""
-    rows, comparable = [], of_the_same_rows(runs)
+    rows, comparable = [], of_the_same_tokens(runs)
     for row in rows_of(runs):
         values = [latest(run)[0].get(row.metric) for run in runs]
         best = best_of(row, values) if comparable and not (distills(runs) and row.metric in _NOT_COMPARED) else None
@@ -429,6 +429,14 @@ def of_the_same_rows(runs: Sequence[RunRecord]) -> bool:
     return len({run.data["sha256"] for run in runs if "sha256" in run.data}) < 2
 
 
+def of_the_same_tokens(runs: Sequence[RunRecord]) -> bool:
+    """Whether held-out metrics are means over the same tokens, as far as is known: of the same rows the same part, of
+    which `max_length` leaves as much."""
+    learned = {run.data["learned"] for run in runs if "learned" in run.data}
+    counts = {run.rows["eval"].get("supervised_tokens") for run in runs if "eval" in run.rows}
+    return of_the_same_rows(runs) and len(learned) < 2 and len(counts) < 2
+
+
 def facts(
     runs: Sequence[RunRecord],
     labels: Sequence[str],
@@ -452,7 +460,8 @@ def training_facts(run: RunRecord) -> dict[str, str]:
 
 
 def data_facts(run: RunRecord) -> dict[str, str]:
-    return {key.replace("_", " ").replace("sha256", "SHA-256"): count(value) for key, value in run.data.items()}
+    names = {key: key.replace("_", " ").replace("sha256", "SHA-256") for key in run.data}
+    return {names[key]: count(value) for key, value in run.data.items() if value is not None}  # such as a licence
 
 
 def environment_facts(run: RunRecord) -> dict[str, str]:
