@@ -442,12 +442,9 @@ def test_a_training_that_begins_again_with_smaller_batches_is_measured_once(run,
     assert len(measured) == 2 and before["loss"] == measured[0].metrics["loss"]
 
 
-def test_an_adapter_names_its_base_so_that_it_is_found_from_elsewhere(tmp_path, models, monkeypatch, capsys):
+def test_an_adapter_names_its_base_so_that_it_is_found_from_elsewhere(run, tmp_path, monkeypatch):
     """The configuration names it by a relative path."""
-    fill(tmp_path, models)
-    monkeypatch.chdir(tmp_path)
-    without_report(monkeypatch)
-    done(call(capsys, "run", "run.yaml", "model_name_or_path=student", "use_peft=true", "max_steps=1"))
+    done(run(SETTINGS, "use_peft=true", "max_steps=1"))
     base = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert base == str(tmp_path / "student")
     monkeypatch.chdir(tmp_path / "student")
