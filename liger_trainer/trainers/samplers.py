@@ -15,7 +15,7 @@ from ..common.replacements import replaced
 from ..compat.deepspeed import whole_for_many_passes
 from ..errors import ConfigError
 from ..losses.model_parts import device_of
-from ..patching.graphs.layer_graphs import CudaRecorder
+from ..patching.graphs.recorder import CudaRecorder
 from ..patching.patcher import base_of
 from ..teachers.vocabulary import end_tokens
 from .config import LigerDistillConfig

@@ -13,7 +13,7 @@ from vision import vision_model
 
 from liger_trainer import patch
 from liger_trainer.errors import ConfigError
-from liger_trainer.patching.graphs.layer_graphs import CudaRecorder
+from liger_trainer.patching.graphs.recorder import CudaRecorder
 from liger_trainer.trainers import rollouts as rollouts_file
 from liger_trainer.trainers.rollouts import NotServed, Rollouts
 
