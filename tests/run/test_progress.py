@@ -12,10 +12,11 @@ from commands import end_of, metrics, save_models, settings, texts, without_repo
 from recorders import calls_of
 from transformers import AutoModelForCausalLM, TrainerState, TrainingArguments
 
-from liger_trainer.run import samples, train_loop
+from liger_trainer.run import progress as progress_module
+from liger_trainer.run import samples
+from liger_trainer.run.progress import RunProgress, SpeedMetrics
 from liger_trainer.run.recipe import next_commands
 from liger_trainer.run.reports.html import verdict
-from liger_trainer.run.train_loop import RunProgress, SpeedMetrics
 
 STEPS = 6
 
@@ -117,7 +118,7 @@ def test_few_steps_are_announced_before_training(run, overrides, said):
 
 def test_a_long_measurement_goes_on_saying_something(capsys, monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(train_loop.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(progress_module.time, "perf_counter", lambda: clock.now)
     progress, state = RunProgress(False, SpeedMetrics()), SimpleNamespace(is_world_process_zero=True)
     for _ in range(50):
         progress.on_prediction_step(None, state, None, eval_dataloader=[0] * 50)
@@ -130,7 +131,7 @@ def test_a_long_measurement_goes_on_saying_something(capsys, monkeypatch):
 def test_the_time_left_is_not_that_of_the_first_step(monkeypatch):
     """A first step of a minute, then seconds, one of them in a busy moment; evaluations count by their share."""
     clock, logs = SimpleNamespace(now=10.0), []
-    monkeypatch.setattr(train_loop.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(progress_module.time, "perf_counter", lambda: clock.now)
     args, state, pace = TrainingArguments(use_cpu=True), TrainerState(), SpeedMetrics()
     pace.on_train_begin(args, state, None)
     for seconds in (60.0, 1.0, 1.0, 30.0, 1.0, 1.0):
@@ -151,7 +152,7 @@ def test_the_time_left_is_not_that_of_the_first_step(monkeypatch):
 def test_an_attempt_that_did_not_fit_is_not_in_the_pace(monkeypatch):
     """auto_find_batch_size begins training again; the first log tells the speed of what then happened."""
     clock = SimpleNamespace(now=10.0)
-    monkeypatch.setattr(train_loop.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(progress_module.time, "perf_counter", lambda: clock.now)
     args, state, pace = TrainingArguments(use_cpu=True), TrainerState(), SpeedMetrics()
     for seconds in (100.0, 2.0):
         pace.on_train_begin(args, state, None)

@@ -17,8 +17,9 @@ from finished_runs import config_text, content, log_history
 from tiny import WORDS
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from liger_trainer.run import progress as callbacks
 from liger_trainer.run import recipe as saving
-from liger_trainer.run import train_loop as callbacks
+from liger_trainer.run.progress import SpeedMetrics, gpu_utilization
 from liger_trainer.run.reports import drawing
 from liger_trainer.run.reports import html as html_report
 from liger_trainer.run.reports.drawing import CHARTS, SERIES, charts_of, different, lines_of, points
@@ -37,7 +38,6 @@ from liger_trainer.run.reports.tables import (
     settings,
     side_by_side,
 )
-from liger_trainer.run.train_loop import SpeedMetrics, gpu_utilization
 
 SECTIONS = ["metrics", "curves", "samples", "data", "configuration", "layers", "cost", "environment"]
 VOID = {"meta", "link", "br", "use", "img", "input"}

@@ -14,7 +14,7 @@ from processes import run_on
 
 import liger_trainer
 from liger_trainer.common.signals import SIGNALS, handling
-from liger_trainer.run import train_loop
+from liger_trainer.run import progress, train_loop
 
 ROOT = str(Path(liger_trainer.__file__).parents[1])
 SETTINGS = settings(max_steps=100000, per_device_train_batch_size=2, disable_tqdm=False)
@@ -123,14 +123,14 @@ def test_a_signal_in_the_last_step_ends_the_run(folder, capsys, send):
 )
 def test_a_signal_after_the_last_step_ends_the_run(folder, capsys, monkeypatch, save, said):
     """In the evaluation there, which no further step follows."""
-    evaluated = train_loop.RunProgress.on_evaluate
+    evaluated = progress.RunProgress.on_evaluate
 
     def on_evaluate(self, args, state, control, **kwargs):
-        if self.phase == train_loop.BETWEEN:
+        if self.phase == progress.BETWEEN:
             os.kill(os.getpid(), signal.SIGTERM)
         evaluated(self, args, state, control, **kwargs)
 
-    monkeypatch.setattr(train_loop.RunProgress, "on_evaluate", on_evaluate)
+    monkeypatch.setattr(progress.RunProgress, "on_evaluate", on_evaluate)
     refused(run(capsys, "max_steps=2", f"save_strategy={save}", "eval_strategy=steps", "eval_steps=2"), 130, said)
     assert not Path("out/metrics.json").exists()
 

@@ -430,11 +430,9 @@ def of_the_same_rows(runs: Sequence[RunRecord]) -> bool:
 
 
 def of_the_same_tokens(runs: Sequence[RunRecord]) -> bool:
-    """Whether held-out metrics are means over the same tokens, as far as is known: of the same rows the same part, of
-    which `max_length` leaves as much."""
-    learned = {run.data["learned"] for run in runs if "learned" in run.data}
-    counts = {run.rows["eval"].get("supervised_tokens") for run in runs if "eval" in run.rows}
-    return of_the_same_rows(runs) and len(learned) < 2 and len(counts) < 2
+    """Whether held-out metrics are means over the same tokens, as far as is known: the same part of the same rows."""
+    told = {(run.data.get("learned"), run.rows.get("eval", {}).get("supervised_tokens")) for run in runs if run.data}
+    return of_the_same_rows(runs) and len(told) < 2
 
 
 def facts(
@@ -460,15 +458,14 @@ def training_facts(run: RunRecord) -> dict[str, str]:
 
 
 def data_facts(run: RunRecord) -> dict[str, str]:
-    names = {key: key.replace("_", " ").replace("sha256", "SHA-256") for key in run.data}
-    return {names[key]: count(value) for key, value in run.data.items() if value is not None}  # such as a licence
+    known = {key: value for key, value in run.data.items() if value is not None}  # a file has no licence
+    return {key.replace("_", " ").replace("sha256", "SHA-256"): count(value) for key, value in known.items()}
 
 
 def environment_facts(run: RunRecord) -> dict[str, str]:
     place = dict(run.environment)
-    gpus = place.pop("gpus", None) or []
     facts = {"device": str(run.training.get("device", "")), "platform": str(place.pop("platform", ""))}
-    for index, gpu in enumerate(gpus):
+    for index, gpu in enumerate(place.pop("gpus", None) or []):
         name, memory_gib, compute = (gpu.get(key) for key in ("name", "memory_gib", "compute_capability"))
         facts[f"GPU {index}"] = f"{name}, {memory_gib} GiB, compute {compute}"
     facts |= {key.replace("_", " "): shown(value) for key, value in place.items()}
