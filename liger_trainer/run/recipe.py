@@ -147,6 +147,7 @@ def train_and_save(
             after = measure_now()
             # Right after the student: what else the machine does slows both alike.
             of_teacher = teacher() if teacher else None
+        speed = steady(before.tokens_per_second, after.tokens_per_second)
         results = RunResults(
             recipe=config.recipe,
             config=config.source,
@@ -162,10 +163,7 @@ def train_and_save(
             seconds=clock.seconds,
             log_history=trainer.state.log_history,
             models={
-                "student": model_facts(
-                    trainer.accelerator.unwrap_model(trainer.model),
-                    steady(before.tokens_per_second, after.tokens_per_second),
-                ),
+                "student": model_facts(trainer.accelerator.unwrap_model(trainer.model), speed),
                 **({"teacher": of_teacher} if of_teacher else {}),
             },
         )
