@@ -182,7 +182,8 @@ FEW_STEPS = 10
 
 def _warn_of_few_steps(trainer: LigerTrainer, steps: int) -> None:
     """Say so where the rows make only a few steps, in which hardly anything is learned; not where `max_steps` asks."""
-    args = trainer.args
+    args: Any = trainer.args
+    sequences: Any = trainer.train_dataset
     if args.max_steps > 0 or steps >= FEW_STEPS:
         return
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -192,7 +193,7 @@ def _warn_of_few_steps(trainer: LigerTrainer, steps: int) -> None:
     more += ["gradient_accumulation_steps=1"] if args.gradient_accumulation_steps > 1 else []
     only = "1 step" if steps == 1 else f"{steps} steps"
     announce(
-        f"this run has only {only}, since there are {len(trainer.train_dataset):,} {packed} and a step takes up to "
+        f"this run has only {only}, since there are {len(sequences):,} {packed} and a step takes up to "
         f"{rows}: the model will hardly change. More steps come of {', '.join(more)}."
     )
 
