@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .bars import write_figures
 from .measure import Spread
 from .processes import Process, context_for, say
 from .report import join_versions, matching, provenance, slug, table, without_output, write
@@ -267,7 +268,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [Row(case, provider) for case, provider in pairs(options) if not provider.shares]
     if left_out := {provider.name for _, provider in pairs(options) if provider.shares}:
         say("trainer-step", f"left out: {', '.join(sorted(left_out))}, which benchmarks.many_gpus measures")
-    return report("trainer-step", options, header, rows, measure(rows, options), markdown)
+    code = report("trainer-step", options, header, rows, measure(rows, options), markdown)
+    if options.output:
+        for written in options.output.glob("trainer-step-*.json"):
+            write_figures(written)
+    return code
 
 
 def pairs(options: argparse.Namespace) -> list[tuple[Case, Provider]]:

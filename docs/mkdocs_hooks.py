@@ -1,10 +1,13 @@
 """Hooks of mkdocs: what the site has besides the pages of this folder.
 
-    start, contributing, changelog, security   the files at the top of the repository
+    index, contributing, changelog, security   the files at the top of the repository; README is the home page
+    pages                                      docs/README.md, the list of all pages
+    llms.txt                                   the same list for language models (llmstxt.org)
     api/*                                      the public names, documented from their docstrings
 
 Links that leave docs/ lead to one of these pages; to the repository, where the build knows its
 address; and become plain text where it does not. Headings get the anchors that GitHub gives them.
+The search prefers pages that say how to do something to results, reference and changelog.
 """
 
 import os
@@ -24,11 +27,13 @@ import liger_trainer
 
 ROOT = Path(__file__).parents[1]
 FROM_ROOT = {
-    "README.md": "start.md",
+    "README.md": "index.md",
+    "docs/README.md": "pages.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
+RARELY_WANTED = "results/", "api/", "changelog", "decisions/"
 TRAINERS = ("LigerTrainer", "LigerConfig", "LigerDistillTrainer", "LigerDistillConfig", "DistillationCallback")
 PATCHING = ("patch", "PatchOptions", "Patched", "enable", "disable", "AutoLigerKernelForCausalLM")
 _COPY = tempfile.TemporaryDirectory(prefix="liger-trainer-docs-")
@@ -56,6 +61,9 @@ def anchor(title: str, separator: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
+    listing = files.get_file_from_path("README.md")
+    if listing is not None:
+        files.remove(listing)  # else it would be the home page
     for name, page in FROM_ROOT.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text("utf-8")))
     for page, text in api_pages():
@@ -81,12 +89,34 @@ def api_pages() -> Iterator[tuple[str, str]]:
     yield "api/errors.md", documented("Errors", "", ["liger_trainer.errors"])
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    (Path(config.site_dir) / "llms.txt").write_text(llms_txt(config.site_url or ""), encoding="utf-8")
+
+
+def llms_txt(site: str) -> str:
+    """The pages of docs/README.md under its headings, each with what it is about, and README's first paragraph."""
+    title, introduction = (ROOT / "README.md").read_text("utf-8").split("\n\n")[:2]
+    parts = [f"{title}\n\n> {' '.join(introduction.splitlines())}\n\n`liger-trainer skill` prints a skill for agents."]
+    heading, lines = "Start", []
+    for row in re.findall(r"^\| (.*) \|$", (ROOT / "docs" / "README.md").read_text("utf-8"), re.M):
+        pages, _, about = row.partition(" | ")
+        if pages.startswith("**"):
+            parts.append("\n".join([f"## {heading}\n", *lines]))
+            heading, lines = pages.strip("*| "), []
+        for text, path in re.findall(r"\[([^]]+)\]\(([\w/.-]+)\.md\)", pages):
+            address = path.removesuffix("README") if path.endswith("README") else f"{path}/"  # as mkdocs names them
+            lines.append(f"- [{text.replace('`', '')}]({site}{address}): {about}")
+    return "\n\n".join([*parts, "\n".join([f"## {heading}\n", *lines])]) + "\n"
+
+
 def documented(title: str, where: str, names: list[str]) -> str:
     return "\n\n".join([f"# {title}", where, *(f"::: {name}" for name in names)])
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """The page's text, with links that lead somewhere on the site."""
+    if page.file.src_uri.startswith(RARELY_WANTED):
+        page.meta["search"] = {"boost": 0.1}
     written = {made: name for name, made in FROM_ROOT.items()}.get(page.file.src_uri)
     folder = posixpath.dirname(written or f"docs/{page.file.src_uri}")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._autograd import check_dtypes, vector
 from ._triton import Launch, remembered, tl, triton
-from ._tuning import SHAPES
+from ._tuning import SHAPES, architecture_of
 
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = SHAPES.NORM_SUM  # the tile of the kernel that adds the programs' shares
 MOST_COLUMNS = 2**20  # numbers in a block of Triton's, which holds a whole row
@@ -63,12 +63,13 @@ def forward_config(H: int) -> tuple[int, int, int]:
 
 
 @functools.cache
-def backward_config(H: int, itemsize: int) -> tuple[int, int, int, int, int]:
+def backward_config(H: int, itemsize: int, device: torch.device) -> tuple[int, int, int, int, int]:
     """Return (BLOCK_H, ROWS, warps, programs per multiprocessor, stages of prefetch) of a backward."""
     block = triton.next_power_of_2(H)
     if block <= SHAPES.NORM_BACKWARD:
         rows = SHAPES.NORM_BACKWARD // block
-        return block, rows, SHAPES.NORM_BACKWARD_WARPS, 1, 3 if itemsize == 2 else 2  # tiles take shared memory
+        narrow, wide = architecture_of(device).norm_stages  # tiles take shared memory
+        return block, rows, SHAPES.NORM_BACKWARD_WARPS, 1, narrow if itemsize == 2 else wide
     return block, 1, 32, 1, 1  # a row fills the registers of a multiprocessor: nothing is prefetched
 
 

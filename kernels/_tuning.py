@@ -6,9 +6,95 @@ sums would round differently: here a run that is repeated or resumed gives the s
 every start, and could not time anything while a CUDA graph records. Shapes are therefore measured once, by the
 benchmarks of `benchmarks/`, and written down here with the commit of the sweep, whose message has the figures.
 
-A GPU of another capability takes the H100's shapes: right everywhere, fastest on none but that. To add one, sweep it,
-subclass H100, and choose SHAPES by torch.cuda.get_device_capability().
+Swept is the H100. Most shapes need so little of a multiprocessor that every architecture takes them as they are: class
+H100. What shared memory decides is in a table per architecture: ARCHITECTURES, by compute capability, with what each
+takes from another. Right on all of them, which the tests compile for; fastest, as far as we know, on the H100.
 """
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+from ._triton import INTERPRETED, triton
+
+
+@dataclass(frozen=True, eq=False)  # compared, and hashed, by identity
+class Architecture:
+    """The launch shapes that shared memory decides, for GPUs that have `shared` bytes of it a block."""
+
+    name: str
+    shared: int
+    # Attention within documents, by the columns of a head that they go up to: queries and keys of a block, warps,
+    # stages (c8aeca4). Up to 128 they were swept; those for 256 fit into shared memory.
+    attention: dict[str, dict[int, tuple[int, int, int, int]]]
+    attention_exact: dict[int, tuple[int, int, int, int]]  # in fp32: no tensor cores, and large ones compile slowly
+    # Attention of one token, by the columns of a head that they go up to: keys of a block, warps, stages (428bfe8d);
+    # and bytes of keys to which a block is cut.
+    decode: dict[int, tuple[int, int, int]]
+    decode_bytes: int
+    norm_stages: tuple[int, int]  # tiles that a norm's backward prefetches: of 16-bit numbers, and wider ones (b3b0ff8)
+    swept: bool = False
+
+
+HOPPER = Architecture(
+    "Hopper",
+    227 * 1024,
+    attention={
+        "forward": {128: (64, 32, 4, 3), 256: (64, 32, 4, 2)},
+        "dq": {64: (64, 32, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)},
+        "dkdv": {128: (64, 64, 4, 2), 256: (64, 32, 4, 2)},
+    },
+    attention_exact={256: (32, 32, 4, 1)},
+    decode={64: (32, 4, 3), 256: (64, 4, 2)},
+    decode_bytes=32 * 1024,
+    norm_stages=(3, 2),
+    swept=True,
+)
+BLACKWELL = replace(HOPPER, name="Blackwell", swept=False)  # of data centres: as much shared memory
+AMPERE = replace(HOPPER, name="Ampere", shared=163 * 1024, swept=False)  # A100: all of Hopper's fit
+# A40, RTX 30; L4, L40S, RTX 40; RTX 50: 100 KiB a multiprocessor, so half the keys or queries where heads are wide.
+GA10X = Architecture(
+    "Ampere (GA10x)",
+    99 * 1024,
+    attention={
+        "forward": HOPPER.attention["forward"],
+        "dq": HOPPER.attention["dq"] | {256: (32, 32, 4, 2)},
+        "dkdv": HOPPER.attention["dkdv"] | {256: (32, 32, 4, 2)},
+    },
+    attention_exact={128: (32, 32, 4, 1), 256: (16, 16, 4, 1)},
+    decode=HOPPER.decode,
+    decode_bytes=16 * 1024,
+    norm_stages=(2, 1),
+)
+ADA = replace(GA10X, name="Ada")
+GB20X = replace(GA10X, name="Blackwell (GB20x)")
+ARCHITECTURES = {
+    (8, 0): AMPERE, (8, 6): GA10X, (8, 7): AMPERE, (8, 9): ADA, (9, 0): HOPPER,
+    (10, 0): BLACKWELL, (10, 3): BLACKWELL, (12, 0): GB20X, (12, 1): GB20X,
+}  # fmt: skip
+BY_MEMORY = HOPPER, AMPERE, GA10X
+
+
+@functools.cache
+def architecture_of(device: torch.device) -> Architecture:
+    """Return a device's table, having asked the device how much shared memory it gives to a block.
+
+    A capability that is not listed, or a device that gives less than its architecture does, takes the first table of
+    BY_MEMORY that fits, and the last where none does. Triton then refuses what is too large, and `Launch` says so.
+    """
+    if device.type == "cpu" or INTERPRETED:
+        return HOPPER
+    index = device.index if device.index is not None else torch.accelerator.current_device_index()
+    shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    capability = torch.cuda.get_device_capability(index) if torch.version.cuda and device.type == "cuda" else (0, 0)
+    return table_for(capability, shared)
+
+
+def table_for(capability: tuple[int, int], shared: int) -> Architecture:
+    known = ARCHITECTURES.get(capability)
+    fitting = (table for table in (known, *BY_MEMORY) if table is not None and table.shared <= shared)
+    return next(fitting, BY_MEMORY[-1])
 
 
 class H100:
@@ -30,8 +116,7 @@ class H100:
     SPARSE_ROWS = 8192, 32  # beca325
     LABELLED_ROWS = 4096, 8  # not swept: one program takes microseconds
 
-    # Norms: numbers of a program's tile, and columns for each of its warps (37c2c84); the backward's (b3b0ff8), whose
-    # programs prefetch 3 tiles of 16-bit numbers or 2 wider ones, since these take shared memory.
+    # Norms: numbers of a program's tile, and columns for each of its warps (37c2c84); the backward's (b3b0ff8).
     NORM_FORWARD, NORM_COLUMNS_A_WARP = 4096, 512
     NORM_BACKWARD, NORM_BACKWARD_WARPS = 8192, 8
     NORM_SUM = 128, 32, 8  # rows, columns, warps of the sum over programs (b3b0ff8)
@@ -56,19 +141,9 @@ class H100:
     SPLIT = 1024, 4  # numbers of a program that splits fp32 into bf16, and warps; not swept
     EXPERTS_ADD, EXPERTS_COMBINE = (64, 128, 4), 1024  # rows, columns, warps; columns (f283d92)
 
-    # Attention within documents, by the columns of a head that they go up to: queries and keys of a block, warps,
-    # stages (c8aeca4). Up to 128 they were swept; those for 256 fit into shared memory.
-    ATTENTION = {
-        "forward": {128: (64, 32, 4, 3), 256: (64, 32, 4, 2)},
-        "dq": {64: (64, 32, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)},
-        "dkdv": {128: (64, 64, 4, 2), 256: (64, 32, 4, 2)},
-    }
-    ATTENTION_EXACT = 32, 32, 4, 1  # in fp32: products without tensor cores, which compile slowly if they are large
-    ATTENTION_BOUNDS = 256  # tokens a program; not swept
+    ATTENTION_BOUNDS = 256  # tokens a program of attention within documents; not swept
 
-    # Sampling: keys of a block, warps, stages, by the columns of a head that they go up to (428bfe8d); tiles of a row
-    # of logits, columns at a time, warps (not swept).
-    DECODE_ATTENTION = {64: (32, 4, 3), 256: (64, 4, 2)}
+    # Sampling: tiles of a row of logits, columns at a time, warps (not swept).
     DRAW_TOKENS = 16, 1024, 4
     # Products of few rows: the most rows; columns of a tile, numbers of K at a time, warps, stages, and stages where
     # there are more programs than multiprocessors; programs wanted (428bfe8d).

@@ -23,7 +23,7 @@ from torch import Tensor
 from ._autograd import stats_dtype
 from ._logits import transformed
 from ._triton import Launch, kept_launch, tl, triton, use_triton
-from ._tuning import SHAPES
+from ._tuning import architecture_of
 from .qk_norm_rope import qk_norm_rope_reference
 from .rope import rope_reference
 
@@ -229,14 +229,14 @@ def _launch(
 ) -> Launch:  # fmt: skip
     B, heads, D = q.shape
     group = heads // k.shape[1]
-    block, warps, stages = next(shape for most, shape in SHAPES.DECODE_ATTENTION.items() if D <= most)
-    if D * q.element_size() > 512:  # more does not fit into shared memory
-        block //= 2
+    BLOCK_D, architecture = max(16, triton.next_power_of_2(D)), architecture_of(q.device)
+    block, warps, stages = next(shape for most, shape in architecture.decode.items() if D <= most)
+    block = max(16, min(block, architecture.decode_bytes // (BLOCK_D * q.element_size())))  # both are powers of 2
     return kept_launch(
         _kernel, (B, k.shape[1]), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         scale, softcap or 1.0, window or 0, *((0.0, 0.0) if norm is None else norm[2:4]), turned, R=turned,
         CAST=norm is not None and norm.cast_before_weight, GROUP=group, HEADS=k.shape[1], D=D,
-        BLOCK_D=max(16, triton.next_power_of_2(D)), QUERIES=max(16, triton.next_power_of_2(group)), BLOCK_N=block,
+        BLOCK_D=BLOCK_D, QUERIES=max(16, triton.next_power_of_2(group)), BLOCK_N=block,
         KEPT=getattr(tl, str(kept).removeprefix("torch.")), SOFTCAP=softcap is not None, WINDOW=window is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=stages,
         num_warps=warps,

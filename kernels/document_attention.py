@@ -23,7 +23,7 @@ from torch import Tensor
 from ._autograd import check_dtypes, first_order, stats_dtype
 from ._logits import LOG2E
 from ._triton import Launch, remembered, tl, triton, use_triton
-from ._tuning import SHAPES
+from ._tuning import SHAPES, Architecture, architecture_of
 
 WIDEST = 256  # D
 BOUNDS_BLOCK = SHAPES.ATTENTION_BOUNDS
@@ -307,11 +307,9 @@ def _dkdv_kernel(
     _store_rows(dv_ptr + group * dv_head, dv, keys, dv_row, T, D, BLOCK_D)
 
 
-def tiles_of(kind: str, D: int, exact: bool) -> Tiles:
+def tiles_of(kind: str, D: int, exact: bool, architecture: Architecture) -> Tiles:
     """Return the tiles of a kernel: "forward", "dq" or "dkdv"."""
-    if exact:
-        return Tiles(*SHAPES.ATTENTION_EXACT)
-    of_width = SHAPES.ATTENTION[kind]
+    of_width = architecture.attention_exact if exact else architecture.attention[kind]
     return Tiles(*of_width[next(width for width in of_width if D <= width)])
 
 
@@ -322,12 +320,13 @@ class _Call(NamedTuple):
     scale: float
     window: int | None
     exact: bool  # fp32
+    architecture: Architecture
 
 
 @remembered
 def _launch(kind: str, heads: int, call: _Call, strides: tuple[int, ...]) -> Launch:
     kernel = {"forward": _forward_kernel, "dq": _dq_kernel, "dkdv": _dkdv_kernel}[kind]
-    tiles = tiles_of(kind, call.D, call.exact)
+    tiles = tiles_of(kind, call.D, call.exact, call.architecture)
     programs = -(-call.T // (tiles.n if kind == "dkdv" else tiles.m))  # dkdv: by keys, the others by queries
     return Launch(
         kernel, (programs, heads), call.T, *strides, call.scale * math.log2(math.e), call.window or 0,
@@ -369,7 +368,8 @@ class DocumentAttentionFunction(torch.autograd.Function):
     def forward(ctx, q, k, v, bounds, scale, window):
         q, k, v = _dense(q), _dense(k), _dense(v)
         T, heads, D = q.shape
-        ctx.call = _Call(T, heads // k.shape[1], D, scale, window, q.dtype == torch.float32)
+        exact, architecture = q.dtype == torch.float32, architecture_of(q.device)
+        ctx.call = _Call(T, heads // k.shape[1], D, scale, window, exact, architecture)
         o, lse = q.new_empty(q.shape), q.new_empty(heads, T, dtype=torch.float32)
         if T:
             _launch("forward", heads, ctx.call, _strides(q, k, v, o))(q, k, v, o, lse, bounds)

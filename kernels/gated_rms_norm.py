@@ -162,9 +162,9 @@ def _backward_launch(
     )  # fmt: skip
 
 
-def _config_of_backward(G: int, itemsize: int) -> tuple[int, int, int, int]:
+def _config_of_backward(G: int, itemsize: int, device: torch.device) -> tuple[int, int, int, int]:
     """Return (columns, rows, warps, programs per multiprocessor): half of a plain norm's rows, as it reads twice."""
-    block, tile, warps, per_multiprocessor, _ = backward_config(G, itemsize)
+    block, tile, warps, per_multiprocessor, _ = backward_config(G, itemsize, device)
     return block, max(1, tile // 2), warps, 2 * per_multiprocessor
 
 
@@ -193,7 +193,7 @@ class GatedRMSNormFunction(torch.autograd.Function):
         dz = empty(dy, z.dtype) if need_z else None
         launch = _backward_launch(
             N, H, groups, (stride_dy, stride_x, stride_z), silu, gate_first, need_w,
-            _config_of_backward(H // groups, x.element_size()), multiprocessors(dy.device),
+            _config_of_backward(H // groups, x.element_size(), dy.device), multiprocessors(dy.device),
         )  # fmt: skip
         shares = vector(launch.grid[0] * H, dy) if need_w else None
         launch(dy_rows, x, z, weight.contiguous(), rstd, dx, dz, shares)

@@ -152,7 +152,7 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs
     dw_dtype, db_dtype = sums
     launch = _backward_launch(
         N, H, (stride_dy, stride_x), weight is not None, needs_dx, dw_dtype is not None, db_dtype is not None,
-        backward_config(H, x.element_size()), multiprocessors(dy.device),
+        backward_config(H, x.element_size(), dy.device), multiprocessors(dy.device),
     )  # fmt: skip
     shares = vector(len(dtypes) * launch.grid[0] * H, dy) if dtypes else stats  # else a pointer that is not read
     launch(dy_rows, x, None if weight is None else weight.contiguous(), stats, dx, shares)

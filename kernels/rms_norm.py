@@ -159,7 +159,7 @@ def rms_norm_backward(
     dx = empty(dy, x.dtype) if needs_dx else None
     launch = _backward_launch(
         N, H, (stride_dy, stride_x, stride_add), offset, weight is not None, add is not None, needs_dx, needs_dw,
-        backward_config(H, x.element_size()), multiprocessors(dy.device),
+        backward_config(H, x.element_size(), dy.device), multiprocessors(dy.device),
     )  # fmt: skip
     shares = vector(launch.grid[0] * H, dy) if needs_dw else None  # a program's part of dw each
     launch(dy_rows, x, None if weight is None else weight.contiguous(), rstd, add_rows, dx, shares)

@@ -10,13 +10,23 @@ from . import _linear_head as _head
 from . import _low_rank, _triton
 from ._linear_head import Rows, RowSelection
 from ._triton import INSTALLED, SLOW_LAUNCHES, unknown_launcher, use_triton, without_launches
+from ._tuning import architecture_of
 
-__all__ = ["INSTALLED", "SLOW_LAUNCHES", "is_interpreted", "unknown_launcher", "use_triton", "without_data"]
+__all__ = [
+    "INSTALLED", "SLOW_LAUNCHES", "is_interpreted", "launch_table", "unknown_launcher", "use_triton", "without_data",
+]  # fmt: skip
 
 
 def is_interpreted() -> bool:
     """Return whether Triton's interpreter runs the kernels, on CPU tensors."""
     return _triton.INTERPRETED
+
+
+def launch_table(device: torch.device) -> str:
+    """Return, in words, by whose launch shapes kernels run on a GPU."""
+    table = architecture_of(device)
+    how = "swept" if table.swept else "not swept: the H100's shapes where they fit"
+    return f"{table.name}, up to {table.shared // 1024} KiB of shared memory a block ({how})"
 
 
 @contextlib.contextmanager

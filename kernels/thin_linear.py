@@ -20,10 +20,10 @@ from torch import Tensor
 from ._autograd import check_dtypes
 from ._gated import ACTIVATIONS, activate, gated, gated_reference, runs_plain
 from ._triton import Launch, kept_launch, tl, triton
-from ._tuning import SHAPES
+from ._tuning import SHAPES, architecture_of
 
 ROWS = SHAPES.THIN_ROWS  # more are left to torch's products
-MOST_SHARED = 220 * 1024  # bytes of a multiprocessor's shared memory, for all stages
+OTHER_SHARED = 7 * 1024  # bytes of a block's shared memory that are not for stages
 MOST_TILES = 4096  # of a product whose parts are added: numbers in `arrived`
 
 
@@ -169,7 +169,8 @@ def thin_linear(
     bytes_of_stage = tiling.block * (
         rows * x.element_size() + tiling.columns * weights[0].element_size() * (2 if activation else 1)
     )
-    stages = min(tiling.stages, MOST_SHARED // bytes_of_stage)
+    most_shared = architecture_of(x.device).shared - OTHER_SHARED
+    stages = max(1, min(tiling.stages, most_shared // bytes_of_stage))
     y = [x.new_empty(*x.shape[:-1], len(w)) for w in weights[: 1 if activation else None]]
     if residual is not None:
         y = [torch.empty_like(y[0], dtype=torch.promote_types(x.dtype, residual.dtype))]

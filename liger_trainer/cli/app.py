@@ -1,5 +1,6 @@
 """The command line. Each command is a function in `liger_trainer.cli`, registered here with one line."""
 
+import importlib.resources
 import sys
 from typing import Annotated
 
@@ -37,6 +38,12 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def skill() -> None:
+    """Print a skill for coding agents, in Markdown: how to make, check and run a configuration."""
+    file = importlib.resources.files("liger_trainer.cli").joinpath("SKILL.md")
+    typer.echo(file.read_text(encoding="utf-8"), nl=False)
+
+
 @app.callback()
 def options(
     version: Annotated[
@@ -67,6 +74,7 @@ app.command("env")(doctor.env)
 app.command("doctor")(doctor.doctor)
 app.command("selfcheck")(doctor.selfcheck)
 app.command("schema")(check.schema)
+app.command("skill")(skill)
 app.add_typer(cache.app, name="cache")
 
 # Commands that pass arguments after `--` to accelerate's launcher. They find them in `context.obj`.

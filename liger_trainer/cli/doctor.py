@@ -199,7 +199,7 @@ def _print_versions(facts: dict[str, Any]) -> None:
 
 # `selfcheck`: compare the gradients of the ops with plain torch, on this device.
 DTYPES = ("float32", "bfloat16", "float16")
-PACKAGES = ("liger-trainer", "torch", "triton", "transformers")
+PACKAGES = ("liger-trainer", "torch", "triton", "transformers", "trl", "peft", "accelerate")
 
 
 def selfcheck(
@@ -262,13 +262,20 @@ def _shown(results: "Iterator[CheckResult]") -> "Iterator[CheckResult]":
 def _facts(device: "torch.device", kernels: bool) -> dict[str, Any]:
     import torch
 
-    from ..kernels.runtime import is_interpreted
-    from ..run.launch import versions
+    from ..kernels.runtime import is_interpreted, launch_table
+    from ..run.launch import device_facts, versions
 
     how = "torch, without kernels" if not kernels else "Triton's interpreter" if is_interpreted() else "Triton kernels"
+    gpu = {}
+    if device.type == "cuda":
+        gpu = device_facts()["gpus"][torch.cuda.current_device() if device.index is None else device.index]
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "device": gpu.get("name", str(device)),
+        "compute_capability": gpu.get("compute_capability"),
         "ops_run_by": how,
+        "launch_table": launch_table(device) if kernels and not is_interpreted() else None,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
         "versions": {name: number for name, number in versions().items() if name in PACKAGES},
     }
 
@@ -301,8 +308,6 @@ def _print_summary(console: "Console", facts: dict[str, Any], results: "list[Che
     compared = [comparison for result in results for comparison in result.comparisons]
     seen, wrong = sum(c.sees_one_percent for c in compared), [r for r in results if not r.passes]
     blind = [r for r in results if r.passes and not r.sees_one_percent]
-    numbers = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    console.print(f"{facts['device']}, {facts['ops_run_by']}; {numbers}", soft_wrap=True)
     console.print(
         f"{len(compared)} outputs and gradients of {len(results)} checks were compared with fp64; each may be off by "
         f"twice what plain torch is, and a few roundings. A planted error of 1 % was seen in {seen} of them.",
@@ -314,6 +319,25 @@ def _print_summary(console: "Console", facts: dict[str, Any], results: "list[Che
         console.print(f"Proves nothing: {result.name} in {result.dtype} would have passed with 1 % more.", style="red")
     if not wrong and not blind:
         console.print("Everything is right.", style="green")
+    console.print("\nTo paste into an issue:\n")
+    console.print(_for_an_issue(facts, results), soft_wrap=True, markup=False)
+
+
+def _for_an_issue(facts: dict[str, Any], results: "list[CheckResult]") -> str:
+    """Return a block of Markdown: the machine, what computes there, and which checks do not pass."""
+    capability = facts["compute_capability"]
+    dtypes = ", ".join(dict.fromkeys(result.dtype for result in results))
+    failed = [r for r in results if not (r.passes and r.sees_one_percent)]
+    lines = [
+        f"liger-trainer selfcheck: {len(results) - len(failed)} of {len(results)} checks pass, in {dtypes}",
+        f"device       {facts['device']}" + (f", compute {capability}" if capability else ""),
+        f"ops run by   {facts['ops_run_by']}",
+        f"launches     {facts['launch_table']}" if facts["launch_table"] else "",
+        f"platform     {facts['platform']}, Python {facts['python']}",
+        "versions     " + ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
+        *(f"fails        {r.name}, {r.dtype}: {r.failure or _detail(r) or 'sees no error of 1 %'}" for r in failed),
+    ]
+    return "\n".join(["```text", *filter(None, lines), "```"])
 
 
 def _detail(result: "CheckResult") -> str:

@@ -10,6 +10,7 @@ import typer
 
 from ..common.files import staged_folder, writing_to
 from ..errors import ConfigError, CorruptError
+from ..extras.gguf_file import find_converter, write_gguf
 from ._shared import Force, RunDir, quieten_deprecations
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ def merge(
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="dtype of the merged weights. Default: the base's on disk.")
     ] = None,
+    gguf: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write one GGUF file, by llama.cpp's convert_hf_to_gguf.py."),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Merge a run's or a checkpoint's LoRA adapter into its base. The sum is computed in float32.
@@ -40,6 +45,10 @@ def merge(
         raise ConfigError(f"{run_dir / ADAPTER} does not name its base model; name it with --base MODEL.")
     # Before the base is loaded, which may take minutes.
     _check_target(out, run_dir, name, force)
+    if gguf is not None:
+        if gguf.exists() and not (force and gguf.is_file()):
+            raise ConfigError(f"--gguf: {gguf} exists; choose another name{' or add --force' * gguf.is_file()}.")
+        converter = find_converter()
     from ..common.weights import check_mergeable
     from ..compat.models import name_or_path
 
@@ -65,6 +74,9 @@ def merge(
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}") from None
     typer.echo(f"Merged {run_dir} into {of}: {out}, {weights_dtype}")
+    if gguf is not None:
+        write_gguf(out, gguf, converter)
+        typer.echo(f"Wrote {gguf}")
 
 
 def _adapter(run_dir: Path) -> dict[str, Any]:

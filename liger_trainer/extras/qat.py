@@ -168,7 +168,7 @@ def torchao_config(qat: str, group_size: int) -> Any:
             PerGroup,
         )
     except ImportError as error:
-        raise ConfigError(f"qat needs torchao: pip install 'liger-trainer[qat]' ({error}).") from None
+        raise ConfigError(f"qat needs torchao: pip install torchao ({error}).") from None
     if qat == INT4:
         return IntxWeightOnlyConfig(getattr(torch, INT4), PerGroup(group_size))
     return IntxWeightOnlyConfig(torch.int8, PerAxis(0)) if qat == INT8 else NVFP4WeightOnlyConfig()

@@ -75,6 +75,7 @@ def escaped(value: Any) -> Markdown:
 
 def model_card(config: "RunConfig", results: "RunResults", model: Published) -> ModelCard:
     """Make the card of a finished run."""
+    base = config["model_name_or_path"]
     title = (model.hub_model_id or Path(config["output_dir"]).expanduser().resolve().name).rpartition("/")[2]
     return ModelCard.from_template(
         _header(config, results, model),
@@ -87,6 +88,7 @@ def model_card(config: "RunConfig", results: "RunResults", model: Published) -> 
         measured=list(_measured(results)),
         held_out=escaped(f"{count(results.data.test_rows)} rows: {results.data.held_out}"),
         source=model.hub_model_id or title,
+        base=hub_id(base) or Path(base.removeprefix(DEMO)).name,
         adapter=model.adapter,
         chat=model.chat,
         sections={

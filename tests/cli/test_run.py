@@ -166,6 +166,8 @@ def test_a_merged_adapter_is_the_adapted_model(trained, cli, folder):
     assert not (folder / "merged" / "adapter_config.json").exists()
     assert AutoTokenizer.from_pretrained(folder / "merged").get_vocab() == tiny_tokenizer().get_vocab()
     assert cli("merge", "out", "merged")[0] == 2  # it is there
+    code, _, err = cli("merge", "out", "again", "--gguf", "student.gguf")
+    assert code == 2 and "convert_hf_to_gguf.py is not on PATH" in err and not (folder / "again").exists()
     out, _ = done(cli("merge", "out", "merged", "--force", "--dtype", "bfloat16"))
     assert AutoModelForCausalLM.from_pretrained(folder / "merged", dtype="auto").dtype == torch.bfloat16
 

@@ -58,7 +58,7 @@ def assert_same_steps(got, want, rounded=False):
 
 
 def test_ddp_steps_are_those_of_one_gpu(models):
-    arms = ("liger", "liger tied", "liger tied bf16", "liger lora", "kd", "kd lora")
+    arms = ("liger tied", "liger tied bf16", "kd lora")  # gradients are cast, written into the buckets, few
     two, one = launched(models, "multi_gpu", 2, *arms), launched(models, "single_gpu", 1, *arms)
     for name, run in one.items():
         assert_same_steps(two[name], run)
@@ -90,7 +90,7 @@ def test_fsdp1_steps_are_those_of_sfttrainer(models):
 
 
 def test_fsdp2_layers_in_graphs_take_the_steps_of_fsdp2_as_it_is(models):
-    arms = [f"{kind}{mode}" for kind in ("liger", "liger lora", "kd", "kd lora") for mode in ("", " plain")]
+    arms = [f"{kind}{mode}" for kind in ("liger", "kd lora") for mode in ("", " plain")]
     two = launched(models, "fsdp2", 2, *arms)
     for plain in arms[1::2]:
         got, want = two[plain.removesuffix(" plain")], two[plain]

@@ -38,7 +38,8 @@ from liger_trainer.teachers.row_keys import documents
 from liger_trainer.trainers.row_preparation import prepare_rows
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SKILL = ROOT / "liger_trainer" / "cli" / "SKILL.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), SKILL]
 MINE = """
 model_name_or_path: demo:smollm2-135m-instruct
 dataset_name: demo:python_docstrings
@@ -205,6 +206,7 @@ COMMANDS = {
     "liger-trainer run smollm2/distill_cached": demo("smollm2/distill_cached", before=captured),
     "liger-trainer run smollm2/distill_pruned": demo("smollm2/distill_pruned"),
     "liger-trainer schema": Played(),
+    "liger-trainer skill": Played(),
     "liger-trainer selfcheck": Played(extra=("--dtype", "float32")),
     "liger-trainer validate my.yaml max_steps=20": Played(my_yaml()),
 }  # fmt: skip

@@ -109,7 +109,7 @@ def files_below(folder: str, suffix: str) -> set[str]:
 def expected_files() -> set[str]:
     """What a wheel must hold, from what lies in the checkout."""
     paths = (path.relative_to(ROOT) for path in (ROOT / "liger_trainer").rglob("*.*"))
-    kept = (path for path in paths if path.suffix in (".py", ".json", ".jinja", ".typed"))
+    kept = (path for path in paths if path.suffix in (".py", ".json", ".jinja", ".md", ".typed"))
     own = {path.as_posix() for path in kept if path.parts[1] not in FOLDERS}
     return own.union(files_below("kernels", ".py"), files_below("recipes", ".py"), files_below("configs", ".yaml"))
 

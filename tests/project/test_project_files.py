@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
-MADE = {"start.md", "contributing.md", "changelog.md", "security.md"}  # by docs/mkdocs_hooks.py, from files at the top
+MADE = {"index.md", "contributing.md", "changelog.md", "security.md"}  # by docs/mkdocs_hooks.py, from files at the top
 TEST = 'pip install -e ".[dev]" && pytest'
 DEMO = "liger-trainer run smollm2/distill_pruned"
 
@@ -39,7 +39,8 @@ def test_the_sites_navigation_is_that_of_the_index():
     """Page by page in one order, so that a reader finds on the site what the index on a code host promises."""
     docs = ROOT / "docs"
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    nav = [page for page in pages_of(config["nav"]) if page not in MADE and not page.startswith("api/")]
+    given = ["README.md" if page == "pages.md" else page for page in pages_of(config["nav"])]
+    nav = [page for page in given if page not in MADE and not page.startswith("api/")]
     assert sorted(nav) == sorted(page.relative_to(docs).as_posix() for page in docs.rglob("*.md"))
     index, of_results = (
         re.findall(r"\]\(([\w/.-]+\.md)\)", (docs / page).read_text(encoding="utf-8"))
@@ -86,6 +87,35 @@ def test_the_figure_shows_the_measured_file_and_so_does_its_alternative_text():
     picture = (ROOT / re.findall(r' src="(docs/[^"]+)"', README)[0]).read_text()
     numbers = re.findall(r">(\d+\.\d)<", picture)
     assert sorted(numbers) == sorted(re.findall(r"(?<![-\w.])\d+\.\d\b", alternative))
+
+
+def test_readme_s_first_screen_is_short_and_leads_to_the_questions_of_beginners():
+    assert len(README.splitlines()) <= 120
+    for page in ("choose", "choose.md#questions-and-troubleshooting", "distributed", "cli.md#resume", "measured"):
+        assert f"](docs/{page}" in README
+    assert "git clone" in README and README.index("<picture>") < README.index("## Two commands")
+    assert README.index("Qwen3") < README.index("Llama")  # models of today first
+
+
+def test_a_figure_has_one_job_a_case_and_ours_first():
+    def row(provider, ms, commit):
+        return {"case": "sft-x", "provider": provider, "ms": [ms], "reserved_mib": 2048, "commit": commit}
+
+    rows = [row("trl", 9.0, "a"), row("ours", 7.0, "a"), row("trl", 6.0, "b"), row("trl_liger", 5.0, "b")]
+    rows += [row("ours", 4.0, "b"), row("ours:memory=balanced", 1.0, "b")]
+    drawn = re.findall(r">(\d\.\d)<", bars.figure({"results": rows}, "light", ["sft-x"]))
+    assert drawn == ["4.0", "2.0", "5.0", "2.0", "6.0", "2.0"]
+    assert bars.figure({"results": rows[:1]}, "light", ["sft-x"]) == ""  # nothing to compare
+
+
+def test_nothing_installs_the_package_from_an_index():
+    """It is on none yet."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
+    texts = {path: path.read_text(encoding="utf-8") for path in (*pages, *(ROOT / "liger_trainer").rglob("*.*y*"))
+             if path.suffix in (".md", ".ipynb", ".py", ".yaml")}  # fmt: skip
+    assert len(texts) > 200
+    named = r"(?:pip3?|uv|uv pip|pipx) (?:install|add) [^\n&]*?(?<![/\w])[\"']?liger[-_]trainer(?![-\w/])"
+    assert [path for path, text in texts.items() if re.search(named, text)] == []
 
 
 def test_the_matrix_begins_at_the_oldest_python():

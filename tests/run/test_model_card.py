@@ -95,6 +95,9 @@ def test_the_card_of_a_run_tells_its_facts(distilled, stand_ins):
     assert facts["`keep_every_nth_layer`"] == ["2"] and facts["`learning_rate`"] == ["0.001"]
     assert facts["teacher"] == ["demo--smollm2-135m-instruct"]
     assert "`output_dir`" not in facts and "distilled from" in card.text
+    name = f'"{output_dir.name}"'
+    assert f"vllm serve {name}\n" in card.text
+    assert f"python llama.cpp/convert_hf_to_gguf.py {name} --outfile student.gguf\necho" in card.text
     assert str(output_dir.parent) not in card.text and str(stand_ins.root) not in card.text
     assert not [line for line in card.text.splitlines() if "None" in line]
 
@@ -106,6 +109,9 @@ def test_the_card_of_an_adapter_is_ours_and_not_that_of_peft(run):
     facts = table(card.text)
     assert facts["saved"] == ["the LoRA adapter"] and facts["loss"] == ["cross-entropy"] and "teacher" not in facts
     assert "needs peft" in card.text and "apply_chat_template" in card.text
+    name = f'"{output_dir.name}"'
+    assert f'vllm serve "demo--smollm2-135m-instruct" --enable-lora --lora-modules student={name}\n' in card.text
+    assert f"liger-trainer merge {name} merged --gguf student.gguf" in card.text
     assert "%" in facts["trained of them"][0]
     assert AutoModelForCausalLM.from_pretrained(output_dir) is not None
 

@@ -1,14 +1,16 @@
-"""Compile every Triton kernel for an H100, as the ops launch it, on any machine: no GPU, nothing runs.
+"""Compile every Triton kernel for a GPU, as the ops launch it there, on any machine: no GPU, nothing runs.
 
-    python tests/support/compile_kernels.py [--short | --all]
+    python tests/support/compile_kernels.py [--short | --all | --shared | --all --shared] [--sm=90]
 
-Each op goes through forward and backward on small CPU tensors, while Triton is told that the device is an H100 and each
-launch ends after compilation: a kernel gets just the types, constants and divisibilities that the op gives it. What
-kernels would have written stays uninitialised. Prints one line of JSON for each kernel compiled, or that could not be:
-file, kernel, dtype (of the op's tensors), types, constants, warps and bytes of shared memory, or the error.
+Each op goes through forward and backward on small CPU tensors, while Triton is told that the device is such a GPU and
+each launch ends after compilation: a kernel gets just the types, constants and divisibilities that the op gives it.
+What kernels would have written stays uninitialised. Prints one line of JSON for each kernel compiled, or that could not
+be: file, kernel, dtype (of the op's tensors), types, constants, warps and bytes of shared memory, or the error.
 One way through each kernel in bf16 and fp32; with --all in fp16 too, and all options in bf16. With --short, a third of
 the time, bf16 goes as far as LLVM, where shared memory is laid out, and fp32 as far as Triton's own first IR, in which
-a kernel's Python has become code: what the interpreter accepts and the compiler does not fails there.
+a kernel's Python has become code: what the interpreter accepts and the compiler does not fails there. With
+--shared as far as LLVM in both, and only what takes much shared memory: the launches of `Architecture` in
+kernels/_tuning.py, those of attention in fp32 only with --all, since without tensor cores they compile slowly.
 
 test_compiles.py runs this in its own process: Triton reads TRITON_INTERPRET, which tests set, once.
 """
@@ -31,9 +33,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
-from liger_trainer.kernels import _triton
+from liger_trainer.kernels import _triton, _tuning
 
-_triton.use_triton = lambda x: True  # before the ops import it
+ALL, SHORT, SHARED = (f"--{name}" in sys.argv[1:] for name in ("all", "short", "shared"))
+SM = next((int(x.removeprefix("--sm=")) for x in sys.argv[1:] if x.startswith("--sm=")), 90)
+
+_triton.use_triton = lambda x: True  # before the ops import them
+_tuning.architecture_of = lambda device: _tuning.ARCHITECTURES[divmod(SM, 10)]
 
 from kernel_checks import Place  # noqa: E402
 from op_table import CASES  # noqa: E402
@@ -57,22 +63,22 @@ from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy  # n
 from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence  # noqa: E402
 from liger_trainer.kernels.linear_log_probs import linear_log_probs  # noqa: E402
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence  # noqa: E402
+from liger_trainer.kernels.thin_linear import ROWS as THIN_ROWS  # noqa: E402
 from liger_trainer.kernels.thin_linear import thin_linear  # noqa: E402
 
 _linear_head.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
 
 DTYPES = ("bfloat16", "float32", "float16")
-ALL, SHORT = "--all" in sys.argv[1:], "--short" in sys.argv[1:]
-LAST_STAGE = {"bfloat16": "llir", "float32": "ttir"}  # if short
+LAST_STAGE = {"bfloat16": "llir", "float32": "llir" if SHARED else "ttir"}  # if short
 V = 32003  # longer than any kernel's block, and no multiple of one
 N = 32
 
 
-class H100:
+class Device:
     """As much of a Triton driver as compilation asks for."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", SM, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -139,7 +145,12 @@ def _reasons(error: BaseException | None) -> str:
 
 
 def in_every_way(dtype: torch.dtype) -> bool:
-    return ALL and dtype == torch.bfloat16
+    return ALL and dtype == torch.bfloat16 and not SHARED
+
+
+def is_slow(dtype: torch.dtype) -> bool:
+    """Of attention, and not asked for."""
+    return dtype == torch.float32 and not ALL
 
 
 def leaf(*shape: int, dtype: torch.dtype, frozen: bool = False) -> Tensor:
@@ -162,6 +173,11 @@ OTHER_SIZES: dict[str, list[dict[str, int]]] = {
     "document_attention": [{"rows": 4096}, {"width": 64}, {"width": 256}],
     "lora_experts": [{"hidden": 2048, "rank": 64}, {"inner": 1200}],
 }  # fmt: skip
+# What takes much shared memory: ops of the table, in these sizes.
+HUNGRY: dict[str, list[dict[str, int]]] = {
+    **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm"), [{"rows": N, "hidden": 4096}]),
+    "document_attention": [{"width": 128}, {"width": 256}],
+}
 ALWAYS = ("swiglu, packed", "kl_div, logits")  # by kernels that no op's first form launches
 SET_THEMSELVES = {"document_attention": {"rows": 70, "width": 128}, "lora_experts": {"rows": N, "hidden": 72}}
 
@@ -169,12 +185,15 @@ SET_THEMSELVES = {"document_attention": {"rows": 70, "width": 128}, "lora_expert
 def table(dtype: torch.dtype) -> None:
     """Every op of the layers and of given distributions; in every form, and frozen, if asked for."""
     for name, case in CASES.items():
+        if SHARED and (name not in HUNGRY or name == "document_attention" and is_slow(dtype)):
+            continue
         if name not in ALWAYS and name != case.op and not in_every_way(dtype):
             continue
         size = WIDE | SET_THEMSELVES.get(case.op, {})
         if "mrope_section" in case.options or "groups" in case.options or "three" in case.form:
             size = {}
-        for sizes in [size, *(size | other for other in OTHER_SIZES.get(name, []) if in_every_way(dtype))]:
+        sizes_of = HUNGRY if SHARED else {name: [{}, *(OTHER_SIZES.get(name, []) if in_every_way(dtype) else [])]}
+        for sizes in [size | other for other in sizes_of[name]]:
             tensors = case.inputs(Place("", "cpu", dtype), **sizes)
             leaves = case.leaves_of(tensors)
             for trained in [leaves, *([leaves[:1], leaves[1:]] if in_every_way(dtype) else [])]:
@@ -266,7 +285,8 @@ def optimizer(dtype: torch.dtype) -> None:
 def sampling(dtype: torch.dtype) -> None:
     """A step of decoding: attention of one token a row over keys that it has kept, and a draw."""
     numbers = torch.zeros(N, dtype=torch.int32)
-    for width in (128, 80, 256)[: 3 if in_every_way(dtype) else 1]:
+    widths = (128, 80, 256) if in_every_way(dtype) else (128, 256) if SHARED else (128,)
+    for width in () if SHARED and is_slow(dtype) else widths:
         q, new, kept = (torch.rand(N, *shape).to(dtype) for shape in ((8, width), (2, width), (2, 40, width)))
         every = [{}, {"softcap": 5.0, "window": 16}, {"window": 16}] if in_every_way(dtype) else [{}]
         for how in every:
@@ -281,6 +301,9 @@ def sampling(dtype: torch.dtype) -> None:
         (2, {"activation": "silu"}),
     ):
         thin_linear(x, [*weights[:count]], **how)
+    if SHARED:
+        thin_linear(torch.rand(THIN_ROWS, 512).to(dtype), [*weights[:2]], activation="silu")  # the most rows
+        return
     logits, seed, banned = (
         torch.rand(N, V).to(dtype),
         torch.zeros(1, dtype=torch.int64),
@@ -315,17 +338,17 @@ def shards(dtype: torch.dtype) -> None:
     shard_rows(Tile(student, None, 32, 2 * V), Targets(labels), values, student, CrossEntropyOptions(), OneRank())
 
 
-GROUPS = (table, low_rank, heads, optimizer, sampling, shards)
+GROUPS = (table, sampling) if SHARED else (table, low_rank, heads, optimizer, sampling, shards)
 
 
 def main() -> None:
-    driver: Any = H100()
+    driver: Any = Device()
     triton.runtime.driver.set_active(driver)
     compiler, jit = Compiler(), cast(Any, JITFunction)
-    if SHORT:
+    if SHORT or SHARED:
         compiler.shorten()
     jit.run = lambda function, *args, **kwargs: compiler(function, *args, **kwargs)
-    for name in DTYPES if ALL else DTYPES[:2]:
+    for name in DTYPES if ALL and not SHARED else DTYPES[:2]:
         compiler.dtype = name
         for group in GROUPS:
             group(getattr(torch, name))

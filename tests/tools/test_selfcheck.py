@@ -121,11 +121,19 @@ def test_the_command(few, capsys):
         ("rms_norm", "float32"), ("layer_norm", "float32"), ("rms_norm", "bfloat16"), ("layer_norm", "bfloat16")
     ]  # fmt: skip
     assert end_of("selfcheck", "--dtype", "float32", "--device", "cpu") == 0
-    assert "Everything is right." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Everything is right." in said
+    block = said.partition("To paste into an issue:")[2]
+    assert block.strip().startswith(
+        "```text\nliger-trainer selfcheck: 2 of 2 checks pass, in float32\ndevice       cpu\n"
+    )
+    assert f"torch {torch.__version__}" in said and not [line for line in block if line.startswith("fails")]
 
 
 def test_the_command_fails_where_an_op_is_wrong(few, capsys, monkeypatch):
     wrong = dataclasses.replace(CHECKS[0], op=lambda x, weight: rms_norm(x, weight, 1e-6) * 1.01)
     monkeypatch.setattr(selfcheck, "CHECKS", (wrong, CHECKS[1]))
     assert end_of("selfcheck", "--dtype", "float32", "--device", "cpu") == 1
-    assert "Wrong: rms_norm in float32. out0 is off by 1.00e-02" in capsys.readouterr().out.replace("\n", " ")
+    said = capsys.readouterr().out
+    assert "Wrong: rms_norm in float32. out0 is off by 1.00e-02" in said.replace("\n", " ")
+    assert "checks pass" in said and "\nfails        rms_norm, float32: out0 is off by 1.00e-02" in said
