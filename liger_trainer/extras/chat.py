@@ -224,7 +224,10 @@ def _load(name: str, where: str, device: torch.device, trust: bool, revision: st
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"{where} cannot be loaded: {error}") from None
+        nowhere = (
+            "" if Path(source).is_dir() else f"there is no such folder in {Path.cwd()}, and as a model of the hub "
+        )
+        raise ConfigError(f"{where} cannot be loaded: {nowhere}{error}") from None
     # a run with gradient checkpointing saves it as False
     model.config.use_cache = True
     return Speaker(name, model.to(device).eval(), tokenizer)

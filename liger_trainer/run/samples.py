@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
 FEWEST_TOKENS = 32  # for a speed of generation
+STEADY = 1.2  # how many times as fast a model may write at another time
 TEXT_PROMPT_TOKENS = 32  # a row of plain text or token ids has no prompt, so its start is taken
 
 
@@ -78,6 +79,13 @@ class Writing:
         tokens = sum(count for count, _ in self.completions[1:])
         seconds = sum(seconds for _, seconds in self.completions[1:])
         return round(tokens / seconds, 2) if tokens >= FEWEST_TOKENS else None
+
+
+def steady(*speeds: float | None) -> float | None:
+    """Return the last of one model's speeds, measured at different times; None where they differ by more than `STEADY`,
+    since what else the machine did then counts for more than the model."""
+    known = [speed for speed in speeds if speed]
+    return known[-1] if known and max(known) <= STEADY * min(known) else None
 
 
 @dataclass(frozen=True)
