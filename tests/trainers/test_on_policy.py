@@ -275,6 +275,47 @@ def test_runs_repeat_and_resume(tmp_path):
     assert not torch.equal(seeded.model.lm_head.weight, whole.model.lm_head.weight)
 
 
+def test_rows_of_like_length_share_a_micro_batch(monkeypatch):
+    """All rows of the step once, each with its own completion, the longest first; the loss stays as it is."""
+    options = {"lmbda": 1.0, "max_steps": 1, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 2,
+               "max_completion_length": 40}  # fmt: skip
+    trainer = make(completions(6), **options)
+    seen = batches_of(trainer)
+    logs = trained(trainer).state.log_history[0]
+    lengths = [batch["attention_mask"].sum(1).tolist() for batch in seen]
+    assert sum(lengths, []) == sorted(sum(lengths, []), reverse=True) and len({*map(tuple, lengths)}) > 1
+    monkeypatch.setattr("liger_trainer.trainers.on_policy._OF_ANY_ROWS", set())
+    plain = make(completions(6), **options)
+    in_order = batches_of(plain)
+    want = trained(plain).state.log_history[0]
+
+    def rows(batches):
+        return sorted((a, b) for batch in batches for a, b in zip(*completed(batch), strict=True))
+
+    assert rows(seen) == rows(in_order)
+    assert sum(b["input_ids"].numel() for b in seen) < sum(b["input_ids"].numel() for b in in_order)
+    assert [logs[k] for k in ("loss", "grad_norm")] == pytest.approx([want[k] for k in ("loss", "grad_norm")], rel=1e-5)
+
+
+@pytest.mark.parametrize("sampler", ["generate", "graphs"])
+def test_completions_grow_by_a_schedule_and_the_rest_is_as_without(sampler, tmp_path):
+    """Prefixes of what would be sampled without it, as long as the schedule says, also after a resume."""
+    schedule = {"max_completion_length": {"from": 2, "to": 6, "steps": 4}}
+    options = {"lmbda": 1.0, "max_steps": 6, "learning_rate": 0.0, "sampler": sampler, "save_strategy": "steps",
+               "save_steps": 2, "generation_kwargs": {"eos_token_id": -1, "do_sample": False}}  # fmt: skip
+    trainer = make(schedules=schedule, output_dir=str(tmp_path / "a"), **options)
+    seen = batches_of(trainer)
+    assert logged(trained(trainer), "completion_length") == [2, 3, 4, 5, 6, 6]
+    assert logged(trainer, "schedule/max_completion_length") == [2.0, 3.0, 4.0, 5.0, 6.0, 6.0]
+    whole = make(output_dir=str(tmp_path / "b"), **options)
+    all_of = batches_of(whole)
+    whole.train()
+    for batch, full, length in zip(seen, all_of, (2, 3, 4, 5, 6, 6), strict=True):
+        assert completed(batch) == (completed(full)[0], [tokens[:length] for tokens in completed(full)[1]])
+    again = make(schedules=schedule, output_dir=str(tmp_path / "a"), **options)
+    assert logged(trained(again, str(tmp_path / "a" / "checkpoint-2")), "completion_length") == [2, 3, 4, 5, 6, 6]
+
+
 def test_metrics_are_split_by_whose_completions_they_are_at_no_extra_forward():
     trainer = make(lmbda=0.5, gradient_accumulation_steps=4, learning_rate=0.0, max_steps=1)
     seen, passes = batches_of(trainer), []
@@ -477,7 +518,7 @@ def test_vllm_samples_for_the_student_with_the_weights_of_the_step(vllm):
     assert len(engine.synced) == 3 and engine.steps == [4, 4, 4]
     assert not torch.equal(engine.synced[0]["lm_head.weight"], engine.synced[2]["lm_head.weight"])
     answers = [row[row != -100].tolist() for batch in seen for row in batch["labels"]]
-    assert answers == [[7, 8], [5, EOS]] * 6
+    assert sorted(answers) == sorted([[7, 8], [5, EOS]] * 6)
     assert trainer.state.log_history[0]["completion_length"] == 2.0
 
 
