@@ -10,11 +10,12 @@ stops after the first tokens of a completion, and the number of these grows with
 
 import time
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -217,10 +218,8 @@ class OnPolicy:
                     completions = self._sampler.sample(teacher, flat, seed, most)
         # All prompts of a step are sampled at once, and then dealt out to the micro-batches.
         rows = rows_of(flat, completions)
-        if len(batches) > 1 and all(batch.keys() <= _OF_ANY_ROWS for batch in batches):
-            # By length, the longest first: little is padded, and the ranks, which wait for each other under FSDP2, have
-            # micro-batches of about one length. Their loss is one sum, whoever shares a micro-batch.
-            rows.sort(key=lambda row: -len(row["input_ids"]))
+        if not evaluation and all(batch.keys() <= _OF_ANY_ROWS for batch in batches):
+            rows = self._by_length(rows)
         rest = iter(rows)
         filled = []
         for batch, asked in zip(batches, prompts, strict=True):
@@ -228,6 +227,19 @@ class OnPolicy:
             made = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in made.items()}
             filled.append({**batch, **made})  # its other columns stay, such as what a teacher looks up by row
         return filled
+
+    def _by_length(self, rows: list[dict[str, Tokens]]) -> list[dict[str, Tokens]]:
+        """Return as many rows, the longest first, of all ranks' by turns.
+
+        So micro-batches have rows of like length, of which little is padded, and the ranks, which wait for each other,
+        have as many tokens. The loss of a step is one sum, wherever its rows are.
+        """
+        accelerator = self._trainer.accelerator
+        of_ranks = gather_object([rows])
+        if len({len(each) for each in of_ranks}) > 1:  # at the end of the data
+            of_ranks = [rows]
+        together = sorted(chain.from_iterable(of_ranks), key=lambda row: -len(row["input_ids"]))
+        return together if len(of_ranks) == 1 else together[accelerator.process_index :: len(of_ranks)]
 
     def _seed(self, step: int, of_teacher: bool, evaluation: int) -> int:
         """Return the seed of one call's draws. In training each rank has its own."""

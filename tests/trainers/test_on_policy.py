@@ -18,6 +18,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from liger_trainer import LigerDistillConfig, patch
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError, DataError
+from liger_trainer.trainers import on_policy as on_policy_file
 from liger_trainer.trainers.on_policy import DATASET, STUDENT, TEACHER, prompts_of, rows_of, sources
 from liger_trainer.trainers.options import NOTHING_SAMPLED
 from liger_trainer.trainers.rows import AllowedIds
@@ -284,7 +285,7 @@ def test_rows_of_like_length_share_a_micro_batch(monkeypatch):
     logs = trained(trainer).state.log_history[0]
     lengths = [batch["attention_mask"].sum(1).tolist() for batch in seen]
     assert sum(lengths, []) == sorted(sum(lengths, []), reverse=True) and len({*map(tuple, lengths)}) > 1
-    monkeypatch.setattr("liger_trainer.trainers.on_policy._OF_ANY_ROWS", set())
+    monkeypatch.setattr(on_policy_file, "_OF_ANY_ROWS", set())
     plain = make(completions(6), **options)
     in_order = batches_of(plain)
     want = trained(plain).state.log_history[0]
@@ -295,6 +296,21 @@ def test_rows_of_like_length_share_a_micro_batch(monkeypatch):
     assert rows(seen) == rows(in_order)
     assert sum(b["input_ids"].numel() for b in seen) < sum(b["input_ids"].numel() for b in in_order)
     assert [logs[k] for k in ("loss", "grad_norm")] == pytest.approx([want[k] for k in ("loss", "grad_norm")], rel=1e-5)
+
+
+def test_the_ranks_rows_are_dealt_out_by_turns(monkeypatch):
+    """Of as many rows each; else each rank keeps its own. That the gradients stay is in engines/."""
+    trainer = make(lmbda=1.0)
+    for lengths, want in (
+        (((9, 2, 5, 1), (3, 8, 4, 7)), [[9, 7, 4, 2], [8, 5, 3, 1]]),
+        (((9, 2, 5, 1), (3, 8)), [[9, 5, 2, 1], [8, 3]]),
+    ):
+        rows = [[{"input_ids": [0] * n} for n in each] for each in lengths]
+        monkeypatch.setattr(on_policy_file, "gather_object", lambda _, rows=rows: rows)
+        for rank in range(2):
+            monkeypatch.setattr(type(trainer.accelerator), "process_index", rank)
+            dealt = trainer._on_policy._by_length(rows[rank])
+            assert [len(row["input_ids"]) for row in dealt] == want[rank]
 
 
 @pytest.mark.parametrize("sampler", ["generate", "graphs"])
