@@ -228,7 +228,7 @@ class ByTime(TrainerCallback):
                 self.wait()
             self.began = time.monotonic()
             self.start = self.start or self.began
-            self.seconds -= self.began - self.start
+            self.seconds = max(1e-3, self.seconds - (self.began - self.start))  # one step, where no time is left
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.share() >= 1:

@@ -120,6 +120,11 @@ def test_a_second_run_ends_when_the_training_does_and_completions_grow_with_the_
         longer.on_step_end(*call, control)
         assert clock.share() == pytest.approx(share, abs=0.01) and trainer.max_completion_length == length
     assert control.should_training_stop and clock.start == 93.0
+    late, control = ByTime(5.0, list, start=93.0), TrainerControl()
+    late.on_step_begin(*call, control)
+    now[0] = 104.0
+    late.on_step_end(*call, control)
+    assert control.should_training_stop
 
 
 def row(number: int) -> dict:

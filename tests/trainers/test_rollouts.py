@@ -258,10 +258,11 @@ def test_a_student_that_cannot_is_refused_or_sampled_by_generate(capsys):
 # Whoever asks for completions
 
 
-def test_a_completion_may_be_shorter_this_time():
+@pytest.mark.parametrize("device, recorder", DEVICES)
+def test_a_completion_may_be_shorter_this_time(device, recorder):
     """A schedule of lengths: the same graphs, no draw differs, and the end is where generate's would be."""
-    model, prompts = tiny_model("qwen3"), prompts_of((3, 9, 20))
-    rollouts = Rollouts(model, settings(do_sample=True, eos_token_id=None), RunsAgain)
+    model, prompts = tiny_model("qwen3").to(device), prompts_of((3, 9, 20))
+    rollouts = Rollouts(model, settings(do_sample=True, eos_token_id=None), recorder)
     whole = rollouts.complete(prompts, 7)
     steps = dict(rollouts._steps)
     for most in (1, 5, 12):
@@ -283,10 +284,11 @@ class Heard:
         self.ended = True
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("sampler", ["graphs", "generate"])
-def test_tokens_are_told_as_they_come(sampler):
+def test_tokens_are_told_as_they_come(sampler, device):
     """The prompt, then each token, as `generate` does it; once to an end, once to the most tokens."""
-    model, prompt = tiny_model("qwen3"), prompts_of((4,))[0]
+    model, prompt = tiny_model("qwen3").to(device), prompts_of((4,))[0]
     plain = generated(model, [prompt], settings(max_new_tokens=40, eos_token_id=None))[0]
     for how, count in ((settings(max_new_tokens=40, eos_token_id=plain[20]), plain.index(plain[20]) + 1), (settings(
         max_new_tokens=40, eos_token_id=None), 40)):  # fmt: skip
