@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ._autograd import check_dtypes, empty, first_order
 from ._gated import ACTIVATIONS, activation_reference, backward, forward, runs_plain
+from .weight_gradients import taken_place, weight_gradient
 
 __all__ = ["activation_linear", "activation_linear_reference", "activation_reference"]
 
@@ -33,6 +34,7 @@ class ActivationLinearFunction(torch.autograd.Function):
     def forward(ctx, x, weight, bias, activation):
         ctx.save_for_backward(x, weight)
         ctx.activation, ctx.bias_dtype = activation, None if bias is None else bias.dtype
+        ctx.place = taken_place(weight)
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):  # F.linear's own casts would be cached without a graph
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -55,7 +57,9 @@ class ActivationLinearFunction(torch.autograd.Function):
         elif need_weight:  # x is frozen: h is made by the forward's kernel
             h = forward(x, None, ctx.activation, dout.dtype)
         if h is not None:
-            dweight = torch.mm(dout.t(), h.view(-1, weight.shape[1]))  # autograd casts it to weight's dtype
+            dweight = weight_gradient(
+                dout, h.view(-1, weight.shape[1]), ctx.place
+            )  # autograd casts it to weight's dtype
         dbias = dout.sum(0, dtype=ctx.bias_dtype) if need_bias else None
         return dx, dweight, dbias, None
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ._autograd import first_order
 from ._gated import ACTIVATIONS, check_gated, forward, gated_reference, halves, input_gradients, promoted, runs_plain
+from .weight_gradients import taken_place, weight_gradient
 
 __all__ = ["gated_linear", "gated_linear_reference", "gated_reference"]
 
@@ -34,6 +35,7 @@ class GatedLinearFunction(torch.autograd.Function):
     def forward(ctx, gate, up, weight, bias, activation):
         ctx.save_for_backward(gate, up, weight)
         ctx.activation, ctx.bias_dtype = activation, None if bias is None else bias.dtype
+        ctx.place = taken_place(weight)
         gate, up = halves(gate, up)
         dtype = promoted(gate, up)  # of the product
         if torch.is_autocast_enabled(gate.device.type):  # F.linear's own casts would be cached without a graph
@@ -47,16 +49,20 @@ class GatedLinearFunction(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         need_gate, need_up, need_weight, need_bias, _ = ctx.needs_input_grad
         dout = dout.reshape(-1, dout.shape[-1])
-        gradients = gated_linear_gradients(dout, gate, up, weight, (need_gate, need_up, need_weight), ctx.activation)
+        needs = need_gate, need_up, need_weight
+        gradients = gated_linear_gradients(dout, gate, up, weight, needs, ctx.activation, place=ctx.place)
         dbias = dout.sum(0, dtype=ctx.bias_dtype) if need_bias else None
         return *gradients, dbias, None
 
 
 def gated_linear_gradients(
     dout: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor, needs: Sequence[bool], activation: str,
-    *, overwrite: bool = False,
+    *, overwrite: bool = False, place: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of gate, up and weight, where needed. dout: (N, H). `overwrite`: see `input_gradients`."""
+    """Return the gradients of gate, up and weight, where needed. dout: (N, H).
+
+    `overwrite`: see `input_gradients`. `place`: see `weight_gradient`.
+    """
     dgate = dup = dweight = h = None
     if needs[0] or needs[1]:
         dh = torch.mm(dout, weight.to(dout.dtype)).view(*gate.shape[:-1], weight.shape[1])
@@ -67,7 +73,7 @@ def gated_linear_gradients(
     elif needs[2]:
         h = forward(*halves(gate, up), activation, dout.dtype)
     if h is not None:
-        dweight = torch.mm(dout.t(), h.view(-1, weight.shape[1]))  # autograd casts it to weight's dtype
+        dweight = weight_gradient(dout, h.view(-1, weight.shape[1]), place)  # autograd casts it to weight's dtype
     return dgate, dup, dweight
 
 

@@ -18,6 +18,7 @@ from ._autograd import check_dtypes, first_order, saved_or_recomputed
 from ._gated import ACTIVATIONS, forward, gated_reference, halves, runs_plain
 from .gated_linear import gated_linear_gradients
 from .linears import as_computed, bias_gradients, input_gradient, linears_reference, products, weight_gradients
+from .weight_gradients import taken_place
 
 
 def gated_mlp_reference(
@@ -38,6 +39,7 @@ class GatedMLPFunction(torch.autograd.Function):
         uncast, x = x, as_computed(x)  # the note of a norm is on the tensor as it came
         source = saved_or_recomputed(uncast, x)
         ctx.make, ctx.count = source.make, count
+        ctx.places = [taken_place(w) for w in weights]
         ctx.save_for_backward(*weights, *biases, *source.tensors)
         h = forward(*halves(*_gate_and_up(x, weights, biases)), activation, x.dtype)
         return products(h, weights[-1:], biases[-1:])[0]
@@ -58,12 +60,12 @@ class GatedMLPFunction(torch.autograd.Function):
             # wanted[0] and [-1]: of packed gate and up they are the same one
             *gradients, ddown = gated_linear_gradients(
                 dy, *_gate_and_up(x, weights, biases), weights[-1], (wanted[0], wanted[-1], need_down),
-                ctx.activation, overwrite=True,
+                ctx.activation, overwrite=True, place=ctx.places[-1],
             )  # fmt: skip
             x = x.reshape(-1, x.shape[-1])
             rows = [None if y is None else y.view(-1, y.shape[-1]) for y in gradients[: len(wanted)]]
         dx = input_gradient(rows, weights[:-1]) if need_x else None
-        dweights = weight_gradients(rows, x, first_weights)
+        dweights = weight_gradients(rows, x, first_weights, ctx.places[:-1])
         dbiases = bias_gradients([*rows, dy], [None if b is None else b.dtype for b in biases], needs[count:])
         return None if dx is None else dx.view(ctx.shape), None, None, *dweights, ddown, *dbiases
 

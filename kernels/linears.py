@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._autograd import check_dtypes, first_order, saved_or_recomputed
+from .weight_gradients import taken_place, weight_gradient
 
 
 def linears_reference(
@@ -32,6 +33,7 @@ class LinearsFunction(torch.autograd.Function):
         ctx.shape = x.shape
         weights, biases = tensors[:count], tensors[count:]
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
+        ctx.places = [taken_place(w) for w in weights]
         uncast, x = x, as_computed(x)  # the note of a norm is on the tensor as it came
         source = saved_or_recomputed(uncast, x)
         ctx.make = source.make
@@ -53,7 +55,7 @@ class LinearsFunction(torch.autograd.Function):
         rows = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in gradients]
         dx = input_gradient(rows, weights) if need_x else None
         x_rows = ctx.make(*sources).reshape(-1, ctx.shape[-1]) if any(needs[: len(weights)]) else None
-        dweights = weight_gradients(rows, x_rows, needs[: len(weights)])
+        dweights = weight_gradients(rows, x_rows, needs[: len(weights)], ctx.places)
         dbiases = bias_gradients(rows, ctx.bias_dtypes, needs[len(weights) :])
         return None if dx is None else dx.view(ctx.shape), None, *dweights, *dbiases
 
@@ -81,9 +83,14 @@ def input_gradient(rows: Sequence[Tensor | None], weights: Sequence[Tensor]) -> 
     return dx
 
 
-def weight_gradients(rows: Sequence[Tensor | None], x: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
+def weight_gradients(
+    rows: Sequence[Tensor | None], x: Tensor | None, needs: Sequence[bool], places: Sequence[Tensor | None]
+) -> list[Tensor | None]:
     """Return dW_i of dy_i (N, O_i) and x (N, K), where needed. Autograd casts it to the weight's dtype."""
-    return [None if dy is None or x is None or not need else dy.t() @ x for dy, need in zip(rows, needs, strict=True)]
+    return [
+        None if dy is None or x is None or not need else weight_gradient(dy, x, place)
+        for dy, need, place in zip(rows, needs, places, strict=True)
+    ]
 
 
 def bias_gradients(

@@ -21,7 +21,7 @@ from ..compat.deepspeed import whole_for_many_passes
 from ..compat.modules import is_of_fsdp2, without_some_hooks
 from ..errors import ConfigError
 from ..losses.model_parts import device_of
-from ..patching.graphs.layer_graphs import CudaRecorder
+from ..patching.graphs.recorder import CudaRecorder
 from ..patching.patcher import base_of
 from .options import AUTO, GENERATE, GRAPHS
 from .rollouts import NotServed, Rollouts

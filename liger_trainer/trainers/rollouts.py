@@ -26,7 +26,7 @@ from ..common.replacements import replaced
 from ..compat.models import ATTENTION, attention_implementation
 from ..kernels.decode_attention import decode_attention, places_of
 from ..kernels.draw_tokens import draw_tokens
-from ..patching.graphs.layer_graphs import Recorder, free_memory
+from ..patching.graphs.recorder import Recorder, free_memory
 from ..patching.packing.packed_attention import NAMES, PackedAttention, attention_configs
 from ..patching.patcher import base_of
 from .rollout_support import NotServed, adapters_merged, why_not

@@ -2,9 +2,9 @@
 
 import contextlib
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ from ..common.console import announce
 from ..common.replacements import Replacements
 from ..compat.modules import without_walks
 from ..errors import ConfigError
-from ..losses.model_parts import known_positions, reads_images
+from ..losses.model_parts import known_positions
 from ..losses.spec import IGNORE_INDEX
 from ..patching.graphs.cuda_graphs import GraphedLayers
-from ..patching.graphs.layer_graphs import NotCapturable
-from ..patching.layers.experts import looks_like_experts
+from ..patching.graphs.layer_graphs import NotCapturable, Places
 from ..patching.patcher import base_of
+from .ddp_gradients import spare_copies_of_gradients
 from .host import TrainerHost
 from .options import ALWAYS, AUTO, NEVER
 
@@ -35,29 +35,30 @@ _TOKENS = {"input_ids", "labels", "position_ids", "seq_idx"}
 def reduce_host_work(trainer: TrainerHost) -> Iterator[None]:
     """Within the context, which is one training, the host does less for each step.
 
-    Under DistributedDataParallel it also has less to copy (`spare_copies_of_gradients`). Sets `trainer.graph_reports`:
-    for each model what was done about CUDA graphs, in a line.
+    Under DistributedDataParallel it also has less to copy (ddp_gradients.py). Sets `trainer.graph_reports`: for each
+    model what was done about CUDA graphs, in a line.
 
     Raises:
         ConfigError: cuda_graphs is "always", and something is against it.
     """
-    replacements = Replacements()
-    spare_copies_of_gradients(trainer, replacements)
-    graphed = _graphed(trainer, getattr(trainer.args, "cuda_graphs", AUTO))
-    for name, quick in without_walks(trainer.model).items():
-        replacements.set(trainer.model, name, types.MethodType(quick, trainer.model))
-    if "student" in graphed:
-        pad_to_few_shapes(trainer, replacements)
+    replacements, graphed = Replacements(), {}
+    buckets = spare_copies_of_gradients(trainer, replacements)
     try:
+        graphed = _graphed(trainer, getattr(trainer.args, "cuda_graphs", AUTO), buckets.places)
+        for name, quick in without_walks(trainer.model).items():
+            replacements.set(trainer.model, name, types.MethodType(quick, trainer.model))
+        if "student" in graphed:
+            pad_to_few_shapes(trainer, replacements)
         yield
     finally:
         for name, layers in graphed.items():
             trainer.graph_reports[name] = layers.report
             layers.undo()
+        buckets.leave()
         replacements.undo()
 
 
-def _graphed(trainer: TrainerHost, wanted: str) -> dict[str, GraphedLayers]:
+def _graphed(trainer: TrainerHost, wanted: str, places: Callable[[], Places]) -> dict[str, GraphedLayers]:
     """Return, by the models' names, their layers in graphs."""
     trainer.graph_reports = {}
     if wanted == NEVER or trainer.args.device.type != "cuda" and wanted == AUTO:
@@ -68,7 +69,8 @@ def _graphed(trainer: TrainerHost, wanted: str) -> dict[str, GraphedLayers]:
             reason = _why_no_graphs(trainer)
             if reason is not None:
                 raise NotCapturable(reason)
-            graphed[name] = GraphedLayers(model, name, trained=name == "student", always=wanted == ALWAYS)
+            options = {"trained": name == "student", "always": wanted == ALWAYS, "places": places}
+            graphed[name] = GraphedLayers(model, name, **options)
         except NotCapturable as error:
             if wanted == ALWAYS:
                 for layers in graphed.values():
@@ -91,40 +93,6 @@ def _why_no_graphs(trainer: TrainerHost) -> str | None:
         "activation_offloading moves what layers keep": getattr(args, "activation_offloading", False),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-# DistributedDataParallel, where accelerate wraps the model in it when the training begins.
-
-
-def spare_copies_of_gradients(trainer: TrainerHost, replacements: Replacements) -> None:
-    """Have gradients be views of DDP's buckets, and have it not look for weights without one where all have one.
-
-    The first spares each weight a copy back from the buckets; the second spares each step a walk over the autograd
-    graph, after which the host waits for the device. A step of LoRA, which waits for the host, gains most
-    (docs/distributed.md).
-    """
-    handler = trainer.accelerator.ddp_handler
-    if handler is None:  # another engine
-        return
-    replacements.set(handler, "gradient_as_bucket_view", True)
-    if trainer.args.ddp_find_unused_parameters is None and _all_weights_get_gradients(trainer):
-        replacements.set(handler, "find_unused_parameters", False)
-
-
-def _all_weights_get_gradients(trainer: TrainerHost) -> bool:
-    """Return whether each step is known to give each trained weight a gradient; DDP fails where one gets none."""
-    model, kind = base_of(trainer.model), cast(Any, type(trainer))
-    loss = trainer.loss_options().distillation
-    return (
-        # a subclass may learn from something else than what the head computes
-        kind.compute_loss.__module__.startswith(f"{__package__}.")
-        and getattr(trainer, "compute_loss_func", None) is None
-        # only losses between hidden states leave out the head, and the layers above them
-        and (loss is None or any((*loss.weights.values(), loss.ce_weight, loss.uld_weight, loss.alm_weight)))
-        and not reads_images(model)  # a batch may have none
-        and not getattr(model.config, "layerdrop", 0)
-        and not any(looks_like_experts(module) for module in model.modules())  # no token may choose one of them
-    )
 
 
 # A graph is recorded for a shape, so batches get few shapes: packed rows one, padded rows sixteen.

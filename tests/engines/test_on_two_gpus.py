@@ -57,6 +57,14 @@ def assert_same_steps(got, want, rounded=False):
     assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-2)
 
 
+def test_ddp_steps_are_those_of_one_gpu(models):
+    arms = ("liger", "liger tied", "liger tied bf16", "liger lora", "kd", "kd lora")
+    two, one = launched(models, "multi_gpu", 2, *arms), launched(models, "single_gpu", 1, *arms)
+    for name, run in one.items():
+        assert_same_steps(two[name], run)
+        assert two[name]["graphs"]["student"].startswith("CUDA graphs: 4 layers of the student")
+
+
 def test_fsdp2_steps_are_those_of_sfttrainer_and_of_one_gpu(models):
     arms = ("liger", "liger tied", "liger lora", "kd", "kd lora")
     two = launched(models, "fsdp2", 2, "sft", "sft tied", "sft lora", *arms)

@@ -27,6 +27,8 @@ from op_table import CASES, Case
 from small_blocks import FOLDER
 from torch import Tensor
 
+from liger_trainer.kernels.weight_gradients import place_gradient, put_in_places, weight_gradient
+
 BASE = {name: case for name, case in CASES.items() if name == case.op}  # one for each op
 # One for each way through the kernels: of the unfused divergences, one whose entries are independent and one by rows.
 WAYS = {name: case for name, case in CASES.items() if not case.op.startswith(("kl_div", "jsd", "tvd"))}
@@ -350,6 +352,33 @@ def test_under_autocast_no_cast_weight_is_kept(triton_fp32, name):
         case.function(**tensors, **case.options)
     new = [tuple(x.shape) for x in saved if x.data_ptr() not in given]
     assert new == ([(7, 24)] if case.rows == ("x",) and name != "activation_linear" else [])
+
+
+@pytest.mark.parametrize("name", ["gated_linear", "gated_mlp", "activation_linear", "linears"])
+def test_a_weights_gradient_is_written_to_its_place(triton_fp32, name):
+    """With the same bits, and by the first op that reads the weight."""
+    case, places = CASES[name], {}
+    tensors = case.inputs(triton_fp32)
+    require_gradients(case, tensors)
+    weights = {key: x for key, x in tensors.items() if x.shape[0] != 7}
+    assert weights, list(tensors)
+    for key, weight in weights.items():
+        places[key] = torch.full_like(weight, torch.nan, requires_grad=False)
+        place_gradient(weight, places[key])
+    outputs, again = (list(fields(case.function(**tensors, **case.options)).values()) for _ in range(2))
+    gradients = torch.autograd.grad(outputs, list(weights.values()), [torch.ones_like(y) for y in outputs])
+    plain = torch.autograd.grad(again, list(weights.values()), [torch.ones_like(y) for y in again])
+    for (key, place), gradient, want in zip(places.items(), gradients, plain, strict=True):
+        assert gradient.data_ptr() == place.data_ptr() != want.data_ptr(), key
+        assert torch.equal(place, want), key
+
+
+def test_gradients_that_ops_of_torch_made_are_copied_to_their_places():
+    made, place = torch.randn(3, 2), torch.zeros(3, 2)
+    put_in_places([(made, place), (place, place)])
+    assert torch.equal(place, made)
+    half = torch.zeros(3, 2, dtype=torch.bfloat16)
+    assert weight_gradient(made, torch.randn(3, 4), torch.zeros(2, 4, dtype=half.dtype)).dtype == torch.float32
 
 
 class Guarded:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import random
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +19,11 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from liger_trainer import patch
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching.graphs import cuda_graphs
-from liger_trainer.patching.graphs import layer_graphs as graph_recorder
+from liger_trainer.patching.graphs import recorder as graph_recorder
 from liger_trainer.patching.graphs.cuda_graphs import GraphedLayers
 from liger_trainer.patching.graphs.layer_graphs import NotCapturable
 from liger_trainer.patching.patcher import base_of, patched_record
+from liger_trainer.trainers.ddp_gradients import GradientBuckets
 from liger_trainer.trainers.step_graphs import FixedShapes
 
 
@@ -412,6 +414,40 @@ def test_distributed_data_parallel(change, as_views):
         assert RunsAgain.replays == 60
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("change", [lambda m: m, lora, checkpointed], ids=["full", "lora", "checkpointing"])
+def test_graphs_write_gradients_into_the_buckets_of_ddp(monkeypatch, one_rank, change):
+    buckets, reduce = GradientBuckets(), dist.all_reduce
+    # gloo has no average; of one rank it is the sum
+    monkeypatch.setattr(dist, "all_reduce", lambda x, op, group, async_op: reduce(x, group=group, async_op=async_op))
+    plain, graphed, _ = pair(change, places=buckets.places)
+    wrapped = DistributedDataParallel(graphed, gradient_as_bucket_view=True, bucket_cap_mb=0.01)
+    wrapped.register_comm_hook(dist.group.WORLD, buckets.average)
+    computed_at = defaultdict(list)
+    for step in range(6):
+        if step == 3:
+            for weight in filter(lambda w: w.requires_grad, graphed.parameters()):
+                weight.register_post_accumulate_grad_hook(lambda w: computed_at[w].append(w.grad.data_ptr()))
+        batches = [random_ids() for _ in range(1 + (step == 5))]
+        for ids in batches:
+            backward(plain, ids)
+            with contextlib.nullcontext() if ids is batches[-1] else wrapped.no_sync():
+                backward(wrapped, ids)
+        assert_same_gradients(plain, graphed)
+        for model in (plain, wrapped):
+            model.zero_grad()
+    places = {weight: place.data_ptr() for weight, place in buckets.places().items()}
+    in_layers = [w for n, w in graphed.named_parameters() if "layers." in n and w.requires_grad]
+    # a replay leaves a gradient in its bucket before DDP looks for it, but where earlier ones are added up elsewhere
+    assert in_layers and all(computed_at[w][:3] == [places[w]] * 3 != computed_at[w][1:] for w in in_layers)
 
 
 def test_checkpointed_layers_in_graphs_lose_no_bit():

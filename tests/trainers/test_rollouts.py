@@ -15,7 +15,7 @@ from vision import vision_model
 from liger_trainer import patch
 from liger_trainer.errors import ConfigError
 from liger_trainer.extras import chat
-from liger_trainer.patching.graphs.layer_graphs import CudaRecorder
+from liger_trainer.patching.graphs.recorder import CudaRecorder
 from liger_trainer.run import samples
 from liger_trainer.trainers import decoder as decoder_file
 from liger_trainer.trainers import rollouts as rollouts_file

@@ -136,7 +136,7 @@ def test_a_copy_of_a_model_in_training_has_its_own_modes_and_gradients():
 @pytest.mark.parametrize("family, fixed_shapes", [("qwen3", True), ("mixtral", False)])
 def test_padding_is_not_counted_by_an_auxiliary_loss(monkeypatch, family, fixed_shapes):
     graphed = types.SimpleNamespace(report="", undo=lambda: None)
-    monkeypatch.setattr(step_graphs, "_graphed", lambda trainer, wanted: {"student": graphed})
+    monkeypatch.setattr(step_graphs, "_graphed", lambda *_: {"student": graphed})
     trainer = sft(tiny_model(family), texts(20), packing=True, max_length=16)
     trainer.graph_reports = {}
     with step_graphs.reduce_host_work(trainer):

@@ -26,17 +26,8 @@ from ...compat.modules import is_hooked, parameter_places
 from ...compat.torch_internals import in_backward
 from ...errors import ConfigError
 from ...losses.model_parts import decoder_layers
-from .layer_graphs import (
-    CudaRecorder,
-    LayerCall,
-    LayerGraph,
-    NotCapturable,
-    Recorder,
-    Tensors,
-    Turn,
-    flatten,
-    record_stack,
-)
+from .layer_graphs import LayerCall, LayerGraph, NotCapturable, Places, Turn, flatten, record_stack
+from .recorder import CudaRecorder, Recorder, Tensors
 
 SEEN = 2  # passes of a shape before its graphs are recorded: a compiler of kernels has its turn, and shapes come again
 SHAPES = 16  # that graphs are recorded for: each keeps its layers' inputs
@@ -56,6 +47,8 @@ class GraphedLayers:
         trained: whether its passes with gradients are recorded, or those without, as of a teacher.
         always: record layers of any size.
         recorder: the class of what records.
+        places: returns where gradients of parameters are to be, if not in the memory of the graphs. It is asked when
+            graphs are recorded.
 
     Attributes:
         report: what was done, in a line.
@@ -66,10 +59,11 @@ class GraphedLayers:
 
     def __init__(
         self, model: Any, name: str = "student", trained: bool = True, always: bool = False,
-        recorder: type[Recorder] = CudaRecorder,
+        recorder: type[Recorder] = CudaRecorder, places: Callable[[], Places] = dict,
     ):  # fmt: skip
         self.layers = layers_of(model)
         self.name, self._trained, self._always, self._make_recorder = name, trained, always, recorder
+        self._gradient_places = places
         self._check()
         self._most_rows = float("inf") if always else most_rows(self.layers)
         self.report = f"CUDA graphs: none for the {name} yet"
@@ -226,8 +220,10 @@ class GraphedLayers:
         assert self._recorder is not None
         self._find_places()
         self._weights = self._constants()
+        places = self._gradient_places()
         graphs = [
-            LayerGraph(layer, call, self._trained, recompute) for layer, call in zip(self.layers, calls, strict=True)
+            LayerGraph(layer, call, self._trained, recompute, places)
+            for layer, call in zip(self.layers, calls, strict=True)
         ]
         with _without_cast_cache(self._make_recorder.device_type), _without_checkpointing(self.layers):
             record_stack(graphs, self._recorder)

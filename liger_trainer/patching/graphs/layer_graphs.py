@@ -11,21 +11,23 @@ micro-batch overwrites.
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...compat.modules import own_parameters
+from ...kernels.weight_gradients import place_gradient, put_in_places
 from ..packing.packed_attention import DocumentMask
+from .recorder import Recorder, Tensors
 
 # What a layer is called with, taken apart into tensors and a structure that two calls can be compared by.
 
 
-Tensors = list[Tensor]
+Places = dict[nn.Parameter, Tensor]  # where the gradients of parameters are to be
 
 
 class NotCapturable(Exception):
@@ -103,112 +105,6 @@ def specs_of(structure: Any) -> list[TensorSpec]:
     return []
 
 
-# Who records what functions launch: CUDA graphs in one pool of memory. Tests have another for CPUs.
-
-
-class Recorder(Protocol):
-    """Records what functions launch on a device."""
-
-    device_type: str
-
-    def __init__(self, device: torch.device) -> None: ...
-
-    def has_room(self) -> bool:
-        """Return whether the device has the memory that graphs may take besides a step without them."""
-        ...
-
-    def rehearsing(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which a function runs once before it is recorded; it may not wait for the device."""
-        ...
-
-    def record(self, function: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
-        """Return the tensors that `function` made, and what computes them again in the same memory."""
-        ...
-
-    def take_turn(self) -> None:
-        """Have what is launched next wait for the replays before it, on whatever stream: all use one memory."""
-        ...
-
-    def unowned(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the same memory that does not keep later recordings from using it."""
-        ...
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that a GPU can still give, those among them that the allocator holds; None for a CPU."""
-    if device.type != "cuda":
-        return None
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + held
-
-
-class CudaRecorder:
-    """Records CUDA graphs on a separate stream, in one pool of memory."""
-
-    device_type = "cuda"
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._replays_on: torch.cuda.Stream | None = None
-
-    def has_room(self) -> bool:
-        # steps so far have needed `step` besides weights and optimizer; graphs took up to 1.3 times that, 3 GiB more
-        # where little was kept for backward
-        step = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
-        free = free_memory(self._device)
-        assert free is not None
-        return free > 1.3 * step + (3 << 30)
-
-    @contextlib.contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # what passes without graphs have left; the pool is apart from it
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()  # what the rehearsal has left: nothing else allocates on its stream
-
-    def record(self, function: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # other threads, which pin batches or watch NCCL, may go on meanwhile
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                tensors = function()
-            finally:
-                graph.capture_end()
-        self._graphs.append(graph)
-        return tensors, graph.replay
-
-    def take_turn(self) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        if self._replays_on is not None and self._replays_on != stream:
-            stream.wait_stream(self._replays_on)
-        self._replays_on = stream
-
-    def unowned(self, tensor: Tensor) -> Tensor:
-        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        memory = _Memory(tensor.data_ptr(), span * tensor.element_size(), self._graphs)
-        at = torch.as_tensor(memory, device=tensor.device)
-        return at.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-
-
-class _Memory:
-    """Bytes of a GPU, for whoever reads the CUDA array interface. They exist as long as the graphs of their pool."""
-
-    def __init__(self, address: int, size: int, graphs: list[torch.cuda.CUDAGraph]):
-        self.graphs = graphs
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-
 class Turn:
     """One forward through the layers, and which of them have run backward.
 
@@ -261,11 +157,15 @@ class LayerGraph:
         layer: whose class has the forward that is recorded.
         trains: whether its trained parameters get gradients.
         recompute: keep only the layer's inputs; backward computes the rest again.
+        places: where gradients of parameters are to be, if not in the memory of the graphs.
     """
 
-    def __init__(self, layer: nn.Module, call: LayerCall, trains: bool, recompute: bool):
+    def __init__(
+        self, layer: nn.Module, call: LayerCall, trains: bool, recompute: bool, places: Places | None = None
+    ):  # fmt: skip
         self.call, self._layer, self._recompute = call, layer, recompute
         self.parameters = [p for p in layer.parameters() if p.requires_grad] if trains else []
+        self._places = {p: places[p] for p in self.parameters if places and p in places}
         self._aliases: dict[nn.Parameter, nn.Parameter] = {}
         self.specs = specs_of(call.structure)
         self.trains = bool(self.parameters) or any(spec.requires_grad for spec in self.specs)
@@ -295,6 +195,8 @@ class LayerGraph:
         args, kwargs = fill(self.call.structure, iter(self.inputs))
         outputs: Tensors = []
         self._aliases = {parameter: nn.Parameter(parameter.detach()) for parameter in self.parameters}
+        for parameter, place in self._places.items():
+            place_gradient(self._aliases[parameter], place)
         with _in_place_of(self._aliases, self._layer):
             flatten(type(self._layer).forward(self._layer, *args, **kwargs), outputs)
         return outputs
@@ -319,16 +221,20 @@ class LayerGraph:
         with torch.autocast(self.output_gradients[0].device.type, enabled=False):  # as backward runs in a training
             computed = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
         self._live, self._are_computed = [], [gradient is not None for gradient in computed]
+        if self._places:
+            of_parameters = zip(self.parameters, computed[-len(self.parameters) :], strict=True)
+            put_in_places([(g, self._places[p]) for p, g in of_parameters if g is not None and p in self._places])
         return [gradient for gradient in computed if gradient is not None]
 
     def rehearse(self) -> None:
         """Run both once. Compilers and libraries set themselves up, and what waits for the device fails."""
+        places, self._places = self._places, {}  # where gradients of earlier micro-batches may be
         self.link(None)
         self.outputs = self.run_forward()
         if self.trains:
             self.output_gradients = [torch.zeros_like(output) for output in self.outputs]
             self.run_backward(rehearses=True)
-        self.inputs, self.outputs, self.output_gradients = [], [], []
+        self.inputs, self.outputs, self.output_gradients, self._places = [], [], [], places
 
     def record_forward(self, recorder: Recorder) -> None:
         self.outputs, self.replay_forward = recorder.record(self.run_forward)
@@ -350,6 +256,9 @@ class LayerGraph:
         computed, self.replay_backward = recorder.record(self.run_backward)
         kept = iter(computed)
         self.gradients = [next(kept) if is_computed else None for is_computed in self._are_computed]
+        for index, parameter in enumerate(self.parameters, len(self.gradients) - len(self.parameters)):
+            if self.gradients[index] is not None:
+                self.gradients[index] = self._places.get(parameter, self.gradients[index])
 
     def feed(self, tensors: Tensors, fed: dict[int, Tensor]) -> bool:
         """Copy the tensors of a call to where the graph reads them. Return False if they cannot get there.
@@ -398,7 +307,11 @@ class LayerGraph:
             recorder.unowned(tensor) if index in self._chained_gradients else tensor
             for index, tensor in enumerate(self.output_gradients)
         ]
-        self.gradients = [None if gradient is None else recorder.unowned(gradient) for gradient in self.gradients]
+        ours = {id(place) for place in self._places.values()}  # not in the pool
+        self.gradients = [
+            gradient if gradient is None or id(gradient) in ours else recorder.unowned(gradient)
+            for gradient in self.gradients
+        ]
 
 
 class _Replay(torch.autograd.Function):

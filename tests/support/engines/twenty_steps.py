@@ -3,7 +3,8 @@
     accelerate launch --config_file fsdp2.yaml tests/support/engines/twenty_steps.py DIRECTORY NAME ARM...
 
 DIRECTORY holds what `save_models` puts there, and gets the logs of each arm in NAME.json. An arm is "sft", "liger" or
-"kd"; "lora" behind it is for adapters, "tied" for tied embeddings, "parallel" for heads that stay on their ranks.
+"kd"; "lora" behind it is for adapters, "tied" for tied embeddings, "bf16" for weights that are not kept in fp32,
+"parallel" for heads that stay on their ranks.
 """
 
 import json
@@ -57,7 +58,8 @@ def run(directory, arm):
         "bf16": True, "learning_rate": 1e-5, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [],
         "save_strategy": "no", "disable_tqdm": True, "max_length": LENGTH, "gradient_checkpointing": False,
         "dataset_kwargs": {"skip_prepare_dataset": True}, "seed": 7,
-        "model_init_kwargs": {"dtype": "float32"},  # as FSDP2 keeps them, whatever they were
+        # as FSDP2 keeps them, whatever they were
+        "model_init_kwargs": {"dtype": "bfloat16" if "bf16" in how else "float32"},
     }  # fmt: skip
     torch.manual_seed(7)  # of the adapters
     common = {"train_dataset": rows(), "processing_class": tokenizer()}
@@ -74,7 +76,8 @@ def run(directory, arm):
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     engine = str(trainer.accelerator.distributed_type)
-    return {"engine": engine, **{key: [log[key] for log in logs] for key in ("loss", "grad_norm")}}
+    graphs = getattr(trainer, "graph_reports", {})
+    return {"engine": engine, "graphs": graphs, **{key: [log[key] for log in logs] for key in ("loss", "grad_norm")}}
 
 
 def main(directory, name, *arms):
