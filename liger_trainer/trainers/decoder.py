@@ -190,7 +190,7 @@ def _gathered(model: Any) -> Iterator[None]:
         for unit in units:
             unit.unshard()
         # Its hooks would only wait for what is there, and a graph records no host that waits.
-        with without_some_hooks(units, lambda key, hook: is_of_fsdp2(hook)):
+        with without_some_hooks(model.modules(), lambda key, hook: is_of_fsdp2(hook)):
             yield
     finally:
         for unit in units:
