@@ -230,7 +230,7 @@ def complete(
     )
     silent = None if is_main_process() else True  # None: where there is no terminal
     # Learned positions end somewhere, and an index beyond them fails on the device.
-    device, positions, decoder = device_of(model), known_positions(base_of(model)), Decoder()
+    device, positions, decoder = device_of(model), known_positions(base_of(model)), Decoder(gathers=False)
     texts = []
     for prompt in tqdm(prompts, "completing prompts", leave=False, disable=silent, dynamic_ncols=True):
         tokens, most = prompt.input_ids, max_new_tokens

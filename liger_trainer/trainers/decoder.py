@@ -41,12 +41,15 @@ class Decoder:
     Args:
         sampler: see `SamplingConfig`.
         autocast: the context of a run's mixed precision, entered once for all tokens, so that weights are cast once.
+        gathers: put all weights that FSDP2 or ZeRO-3 share out in place for the time, for many tokens. Without, a model
+            that is larger than a GPU can write a few by `generate`.
     """
 
     def __init__(
-        self, sampler: str = AUTO, autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+        self, sampler: str = AUTO, autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        gathers: bool = True,
     ):  # fmt: skip
-        self._sampler, self._autocast = sampler, autocast
+        self._sampler, self._autocast, self._gathers = sampler, autocast, gathers
         # by the model: settings, the most tokens of a completion, and what decodes; None: generate does
         self._rollouts: dict[int, tuple[dict[str, Any], int, Rollouts | None]] = {}
 
@@ -75,7 +78,7 @@ class Decoder:
         completions: list[Tokens] = []
         with (
             seeded(seed, device), in_eval_mode(model), no_router_logits(model), nothing_by_default(model),
-            _gathered(model), torch.no_grad(), self._autocast(),
+            _gathered(model) if self._gathers else contextlib.nullcontext(), torch.no_grad(), self._autocast(),
         ):  # fmt: skip
             rollouts = self._rollouts_of(model, settings, device)
             if rollouts is not None:
