@@ -309,7 +309,8 @@ class Rollouts:
         step.token.copy_(torch.where(active, token, step.token))
         step.count += active
         step.length += active
-        step.done |= (token[:, None] == self._ends).any(1) | (step.count >= self._most)
+        step.done |= (token[:, None] == self._ends).any(1) | (step.count >= self._limit)
+        step.done |= step.count >= self._most  # of this rollout
 
     def _one_token(self, step: Step) -> None:
         self.step = step
