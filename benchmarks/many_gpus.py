@@ -1,16 +1,21 @@
-"""Whole training steps on 1, 2, 4 and 8 GPUs under FSDP2: TRL's trainers and ours, and the memory that is predicted.
+"""Whole training steps on 1, 2, 4 and 8 GPUs, by DDP and FSDP2: ours, TRL's trainers and torchtitan.
 
     python -m benchmarks.many_gpus --output DIR               # DIR/many-gpus-<device>.json and .md
-    python -m benchmarks.many_gpus --gpus 8 --cases sft-llama-3-8b --providers trl,trl_compiled,ours
-    python -m benchmarks.many_gpus --cases 'kd-llama-*' --ours vocab_parallel=always
+    python -m benchmarks.many_gpus --gpus 2 --rows sft-llama-3-8b:trl,trl_compiled,titan,titan_compiled,ours
+    python -m benchmarks.many_gpus --rows heads-152k:ours,ours:vocab_parallel=always
     python -m benchmarks.many_gpus --cases 'memory-*' --gpus 1         # `estimate` and what one GPU holds
+    python -m benchmarks.many_gpus --join A.json B.json --output DIR   # one page of several calls
     python -m benchmarks.many_gpus --tiny --gpus 1 2          # processes on CPUs over gloo: does it still work
 
 A row is a provider in a case on so many GPUs, a process each, in the environment that `accelerate launch` gives with
-TRL's fsdp2.yaml. Options, what is equal and what is timed are as in `benchmarks.trainer_step`. A GPU's batch is the
-same however many GPUs there are. Losses of all steps, averaged over the ranks, and the first gradient norm must be
-those of TRL's plain trainer on as many GPUs and the same rows, else a row has no times. The memory that was in use at
-most is shown next to what `liger-trainer estimate` predicts; what it predicts not to fit is not run.
+TRL's files. Options, what is equal and what is timed are as in `benchmarks.trainer_step`. A GPU's batch is the same
+however many GPUs there are. Rows on one GPU run side by side, a GPU each.
+
+Losses of all steps, averaged over the ranks, and the first gradient norm must be those of TRL's plain trainer on as
+many GPUs and the same rows. Where one GPU holds the training, it also reads the rows of all GPUs, a micro-batch for
+each, and ours on several must have its losses within ONE_GPU_LOSS, its first gradient norm within ONE_GPU_NORM. Else a
+row has no times. The memory that was in use at most is shown next to what `liger-trainer estimate` predicts; what it
+predicts not to fit is not run.
 
 Exit code 1: the gate refused a row of ours, or it failed. 2: a name that does not exist, or GPUs that are not there.
 """
@@ -19,7 +24,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
+import json
 import math
 import multiprocessing.connection
 import os
@@ -30,8 +37,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,45 +48,54 @@ import yaml
 
 from .measure import MIB, Spread
 from .processes import Process, context_for
-from .report import join_versions, provenance, spread, table, without_output
+from .report import join_versions, provenance, slug, spread, table, without_output, write
 from .trainer_cases import LOSS_TOLERANCE, NORM_TOLERANCE, TINY_PLAN, Case, Plan, length_of, make_rows
-from .trainer_providers import TRAINERS, Provider, lora_options, prepare
-from .trainer_step import PRELOADED, Row, measure, pairs, parse, report
-from .trainer_worker import Measured, TrainerWorker, held, notes_of, teachers_of, train
+from .trainer_providers import REFERENCE, TRAINERS, Provider, lora_options, prepare
+from .trainer_step import PRELOADED, Row, choose_rows, gaps, measure, pairs, parse, report
+from .trainer_worker import Measured, TrainerWorker, held, notes_of, summed, teachers_of, train
 
 COUNTS, TINY_COUNTS = (1, 2, 4, 8), (1, 2)
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate")
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}  # dense bf16, NVIDIA's data sheets
 PARTS = ("student weights", "adapter weights", "teacher weights", "gradients", "optimizer state")
-AHEAD = 4  # rows whose processes import at a time
+AHEAD = 12  # rows whose processes import at a time
+ONE_GPU_LOSS, ONE_GPU_NORM = 2e-3, 0.01  # distances from ours on one GPU with the same rows, relative
 WHAT = (
-    "{timed} timed steps after {warmup} of warm-up, in the trainers' own loops, under TRL's fsdp2.yaml; rows of one "
-    "length, the same number on each GPU; trained weights in fp32, computing in {dtype}, sdpa, fused AdamW, random "
-    "weights, NVLink multicast off. ms: median of the steps (quartiles), of the slowest rank. Efficiency: tokens/s a "
-    "GPU over those of the fewest GPUs. MFU: the model's operations, without what is computed again and with all of "
-    "attention, over the GPU's dense bf16 peak. In use: MiB of the fullest rank, and what `estimate` predicts. Held: "
-    "with what the allocator keeps. Gaps: how far a step's loss is at most from TRL's plain trainer's on as "
-    "many GPUs, over its first loss, and how far the first gradient norm is; beyond {loss_tolerance:g} or "
-    "{norm_tolerance:g} a row is refused. For comparison, torchtitan's own numbers for Llama-3.1-8B on 8 H100 with 96 "
-    "GB at 500 W, 2 rows of 8192 tokens a GPU, selective checkpointing: 5,762 tokens/s a GPU and 82.4 GiB, 6,667 and "
-    "77.0 with torch.compile, 8,532 and 76.8 with torch.compile and float8."
+    "{timed} timed steps after {warmup} of warm-up, in the trainers' own loops, under TRL's files for accelerate; rows "
+    "of one length, the same number on each GPU; computing in {dtype}, trained weights in fp32 under FSDP2 and in "
+    "{dtype} by DDP, sdpa, fused AdamW, random weights, NVLink multicast off. ms: median of the steps (quartiles), of "
+    "the slowest rank. Efficiency: tokens/s a GPU over those of one GPU. MFU: the model's operations, without what is "
+    "computed again and with all of attention, over the GPU's dense bf16 peak. In use: MiB of the fullest rank, and "
+    "what `estimate` predicts. Held: with what the allocator keeps. Gaps: how far a step's loss is at most from TRL's "
+    "plain trainer's on as many GPUs, over its first loss, and how far the first gradient norm is; beyond "
+    "{loss_tolerance:g} or {norm_tolerance:g} a row is refused. One GPU: the same of ours on several from ours on one "
+    "that reads the rows of all, a micro-batch for each; beyond {one_gpu_loss:g} or {one_gpu_norm:g} it is refused."
 )
 HEADS = (
-    "GPUs", "trainer", "ms", "tokens/s a GPU", "efficiency", "MFU", "in use, MiB", "estimate", "off", "held, MiB",
-    "gaps: loss, norm",
+    "GPUs", "trainer", "ms", "tokens/s a GPU", "of SFTTrainer's", "efficiency", "MFU", "in use, MiB", "estimate", "off",
+    "held, MiB", "gaps: loss, norm", "one GPU: loss, norm",
 )  # fmt: skip
 
-COMMON: dict[str, Any] = {"plan": Plan(4, 10, 2), "fp32": True}
+STEPS: dict[str, Any] = {"plan": Plan(4, 10, 2)}
+DDP: dict[str, Any] = {"engine": "ddp", **STEPS}
+COMMON: dict[str, Any] = {"fp32": True, **STEPS}
 # At the common 1e-4 its training from random weights is chaotic: two runs that differ by rounding part by more than the
 # gate allows, so that it would refuse ours for nothing.
 LLAMA: dict[str, Any] = {"checkpointing": True, "gently": 5, **COMMON}
+# To compare heads that are gathered with heads that stay on their ranks: untied ones, below few layers.
+HEADS_ONLY: dict[str, Any] = {"layers": 8, "default": False, "gently": 5, **COMMON}
 CASES = (  # `rows` are of one GPU
+    Case("ddp-sft-qwen3-0.6b", "Qwen3-0.6B", 8, 1024, **DDP),
+    Case("ddp-lora-qwen3-0.6b", "Qwen3-0.6B", 8, 1024, lora_dropout=0.0, **DDP),
+    Case("ddp-kd-qwen3-0.6b", "Qwen3-0.6B", 8, 1024, teacher="Qwen3-1.7B", **DDP),
+    Case("ddp-sft-qwen3-1.7b", "Qwen3-1.7B", 8, 1024, **DDP),
+    Case("sft-qwen3-1.7b", "Qwen3-1.7B", 8, 1024, **COMMON),
+    Case("lora-qwen3-1.7b", "Qwen3-1.7B", 8, 1024, lora_dropout=0.0, **COMMON),
+    Case("kd-qwen3-1.7b-8b", "Qwen3-1.7B", 8, 1024, teacher="Qwen3-8B", checkpointing=True, **COMMON),
     Case("sft-llama-3-8b", "Llama-3-8B", 1, 8192, selective=True, **LLAMA),
-    Case("sft-llama-3-8b-2-rows", "Llama-3-8B", 2, 8192, selective=True, default=False, **LLAMA),
-    Case("kd-llama-3-8b-70b", "Llama-3-8B", 1, 4096, teacher="Llama-3-70B", teacher_layers=24, **LLAMA),
-    Case("sft-qwen3-1.7b", "Qwen3-1.7B", 2, 2048, **COMMON),
-    Case("lora-qwen3-1.7b", "Qwen3-1.7B", 2, 2048, lora_dropout=0.0, **COMMON),
-    Case("kd-qwen3-1.7b-8b", "Qwen3-1.7B", 2, 2048, teacher="Qwen3-8B", checkpointing=True, **COMMON),
+    Case("kd-llama-3-8b-70b", "Llama-3-8B", 1, 4096, teacher="Llama-3-70B", teacher_layers=24, default=False, **LLAMA),
+    Case("heads-152k", "Qwen3-8B", 4, 2048, **HEADS_ONLY),
+    Case("heads-262k", "Qwen3-8B, V 262144", 4, 2048, **HEADS_ONLY),
     *(
         Case(f"memory-{kind}-{shape.lower()}{more}", shape, rows, 1024, **how, **options, **COMMON, default=False)
         for shape in ("Qwen3-0.6B", "Llama-3.2-1B")
@@ -89,7 +106,7 @@ CASES = (  # `rows` are of one GPU
         for more, rows, options in (("", 2, {}), ("-8-rows", 8, {}), ("-checkpointing", 8, {"checkpointing": True}))
     ),
 )  # fmt: skip
-TINY = "sft-llama-3-8b,lora-qwen3-1.7b,kd-qwen3-1.7b-8b", "trl,ours"
+TINY = "ddp-sft-qwen3-0.6b,sft-llama-3-8b,lora-qwen3-1.7b,kd-qwen3-1.7b-8b", "trl,ours"
 
 
 # What is predicted
@@ -117,14 +134,15 @@ def run_config(case: Case, tiny: bool, gpus: int = 1) -> Any:
         "model_name_or_path": "model", "dataset_name": "rows.jsonl", "max_length": length_of(case, tiny),
         "max_steps": 1, "per_device_train_batch_size": case.rows, "gradient_checkpointing": case.checkpointing,
         "optim": "adamw_torch_fused", "bf16": not tiny, "use_cpu": tiny, "report_to": "none", "output_dir": "out",
+        "dtype": "float32" if tiny or (case.fp32 and case.lora_dropout is None) else "bfloat16",
     }  # fmt: skip
     if case.teacher:
         settings["teacher_model_name_or_path"] = "teacher"
     if case.lora_dropout is not None:
         settings |= {f"lora_{key.removeprefix('lora_')}": value for key, value in lora_options(case).items()}
-        settings |= {"use_peft": True, "lora_target_modules": "all-linear", "dtype": "float32" if tiny else "bfloat16"}
+        settings |= {"use_peft": True, "lora_target_modules": "all-linear"}
     if gpus > 1:
-        settings |= {"accelerate_config": "fsdp2", "num_processes": gpus}
+        settings |= {"accelerate_config": case.engine, "num_processes": gpus}
     return check_text(yaml.safe_dump(settings), "case.yaml")
 
 
@@ -140,27 +158,30 @@ def _halfway(memory: Any, other: Any) -> Any:
     return replace(memory, peaks=peaks)
 
 
-def predict(case: Case, counts: Sequence[int], tiny: bool) -> list[Prediction]:
+def predict(case: Case, gpus: int, tiny: bool) -> Prediction:
     from liger_trainer.tools.estimate.estimator import highest
-    from liger_trainer.tools.estimate.simulate import simulate
-    from liger_trainer.tools.estimate.step_spec import sharding_of, step_spec
+    from liger_trainer.tools.estimate.step_spec import sharding_of
 
-    predictions = []
+    memory = _memory(case, tiny)
+    sharding = sharding_of(run_config(case, tiny, gpus))
+    parts, peak = sharding.per_process(memory)["optimizer"].parts, highest(memory, sharding)[1]
+    held_mib = {part: parts[part] / MIB for part in PARTS if parts[part]}
+    return Prediction(case.name, gpus, peak.bytes / MIB, held_mib, flops_of_token(case, tiny, memory.trainable))
+
+
+@functools.cache
+def _memory(case: Case, tiny: bool) -> Any:
+    """Return what `estimate` predicts of one process that shares nothing out."""
+    from liger_trainer.tools.estimate.simulate import simulate
+    from liger_trainer.tools.estimate.step_spec import step_spec
+
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         case.config(tiny).save_pretrained("model")
         if case.teacher:
             case.config(tiny, teacher=True).save_pretrained("teacher")
         spec = step_spec(run_config(case, tiny), length_of(case, tiny), padded=False, bf16=not tiny)
         memory = simulate(spec)
-        if case.selective:
-            memory = _halfway(memory, simulate(replace(spec, checkpointing=None)))
-        flops = flops_of_token(case, tiny, memory.trainable)
-        for gpus in counts:
-            sharding = sharding_of(run_config(case, tiny, gpus))
-            parts, peak = sharding.per_process(memory)["optimizer"].parts, highest(memory, sharding)[1]
-            held_mib = {part: parts[part] / MIB for part in PARTS if parts[part]}
-            predictions.append(Prediction(case.name, gpus, peak.bytes / MIB, held_mib, flops))
-    return predictions
+        return _halfway(memory, simulate(replace(spec, checkpointing=None))) if case.selective else memory
 
 
 def flops_of_token(case: Case, tiny: bool, trained: int) -> int:
@@ -193,41 +214,69 @@ def _products(config: Any, length: int) -> tuple[int, int]:
 class RankWorker(TrainerWorker):
     """Trains as one of several ranks."""
 
-    def run_rank(self, case: Case, provider: Provider, gpus: int, environment: dict[str, str]) -> tuple[Measured, Any]:
+    def load_rank(self, environment: dict[str, str]) -> None:
+        os.environ.update(environment)
+        self.load()
+
+    def run_rank(
+        self, case: Case, provider: Provider, gpus: int, micro_batches: int, environment: dict[str, str]
+    ) -> tuple[Measured, dict[str, float]]:
         """Train, and return what was measured, and MiB of PARTS that this process held.
 
         Raises:
-            RuntimeError: the trainer is not on FSDP2, or has no checkpointed layers where it should.
+            RuntimeError: the trainer is not on the case's engine, or has no checkpointed layers where it should.
         """
-        from transformers import TrainerCallback
-
         os.environ.update(environment)
         device, plan = "cpu" if self.tiny else "cuda", TINY_PLAN if self.tiny else case.plan
-        engine: Any = contextlib.nullcontext()
         if self.tiny:
             torch.set_num_threads(1)
         else:
+            if gpus == 1 and torch.cuda.device_count() > 1:
+                raise RuntimeError(f"expected to see one GPU, got {torch.cuda.device_count()}")
             torch.cuda.set_device(int(environment.get("LOCAL_RANK", 0)))
-        if self.tiny and gpus > 1:  # accelerate has no FSDP2 on a CPU: the tests know how to have it
-            sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-            from engines.fsdp2_on_cpu import fsdp2  # pyright: ignore[reportMissingImports]
-
-            engine = fsdp2()
-        with tempfile.TemporaryDirectory() as folder, engine:
-            rows = make_rows(replace(case, rows=case.rows * gpus), plan, self.tiny)
+        if micro_batches > 1:
+            provider = replace(provider, options={**provider.options, "gradient_accumulation_steps": micro_batches})
+        is_fsdp2 = gpus > 1 and case.engine == "fsdp2"
+        with tempfile.TemporaryDirectory() as folder, fsdp2_on_cpu() if is_fsdp2 and self.tiny else nullcontext():
+            rows = make_rows(replace(case, rows=case.rows * gpus * micro_batches), plan, self.tiny)
             trainer = TRAINERS[provider.trainer](prepare(case, provider, self.tiny, device, folder, rows, plan.steps))
-            if (gpus > 1) != bool(trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2):
+            of_case = is_fsdp2, gpus > 1 and not is_fsdp2
+            if (bool(trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2), uses_ddp(trainer)) != of_case:
                 raise RuntimeError(f"{gpus} processes, but the engine is {trainer.accelerator.distributed_type}")
             shares: dict[str, float] = {}
-            do = {"on_pre_optimizer_step": lambda self, *_, **__: shares.update(shares_of(trainer))}
-            if case.selective:
-                do["on_train_begin"] = lambda self, *_, **__: spare_every_second(trainer.model)
-            trainer.add_callback(type("Shares", (TrainerCallback,), do)())
+            if provider.trainer != "titan":  # which has other callbacks, and checkpoints as it is told
+                trainer.add_callback(self.callback(trainer, case, shares))
             measured = train(trainer, plan, folder, alike=True)
         measured.notes = notes_of(trainer, provider)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         return measured, shares
+
+    def callback(self, trainer: Any, case: Case, shares: dict[str, float]) -> Any:
+        """Return what fills `shares` before a step of the optimizer, and has every second layer checkpointed."""
+        from transformers import TrainerCallback
+
+        def look(self: Any, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == 1:  # the second step, which is not timed
+                shares.update(shares_of(trainer))
+
+        do: dict[str, Any] = {"on_pre_optimizer_step": look}
+        if case.selective:
+            do["on_train_begin"] = lambda self, *_, **__: spare_every_second(trainer.model)
+        return type("Shares", (TrainerCallback,), do)()
+
+
+def fsdp2_on_cpu() -> Any:
+    """Accelerate has no FSDP2 on a CPU: the tests know how to have it."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+    from engines.fsdp2_on_cpu import fsdp2  # pyright: ignore[reportMissingImports]
+
+    return fsdp2()
+
+
+def uses_ddp(trainer: Any) -> bool:
+    engine = getattr(trainer.accelerator, "distributed_type", "FSDP")
+    return getattr(engine, "value", engine) in ("MULTI_GPU", "MULTI_CPU")
 
 
 def shares_of(trainer: Any) -> dict[str, float]:
@@ -256,15 +305,25 @@ def spare_every_second(model: Any) -> None:
 
 @dataclass(eq=False)
 class GpuRow(Row):
-    """A provider in a case on so many GPUs. `shares`: MiB of PARTS that the fullest rank held."""
+    """A provider in a case on so many GPUs.
+
+    Attributes:
+        micro_batches: of a step on one GPU, which has the rows of as many GPUs.
+        device: the GPU of a row on one.
+        shares: MiB of PARTS that the fullest rank held.
+        one_gpu_gaps: of ours on several GPUs: of losses and norm, from ours on one with the same rows.
+    """
 
     gpus: int = 1
+    micro_batches: int = 1
+    device: int = 0
     predicted: Prediction | None = None
     shares: dict[str, float] = field(default_factory=dict)
+    one_gpu_gaps: tuple[float, float] | None = None
 
     @property
     def group(self) -> Any:
-        return self.case.name, self.gpus
+        return self.case.name, self.gpus * self.micro_batches
 
     @property
     def rate(self) -> float | None:
@@ -280,14 +339,21 @@ class Ranks:
         self.row, self.tiny = row, options.tiny
         context = None if row.provider.compiles else context_for(*PRELOADED)
         self.ranks = [Process(RankWorker, row.provider.name, self.tiny, context) for _ in range(row.gpus)]
+        # Before an import can look for GPUs: a process that saw several would train by torch's DataParallel.
+        seen = {"CUDA_VISIBLE_DEVICES": str(row.device)} if row.gpus == 1 else {}
         for rank in self.ranks:
-            rank.start("load")
+            rank.start("load_rank", seen)
+        row.predicted = predict(row.case, row.gpus, self.tiny)  # while they import
+        peak, memory = row.predicted.peak_mib, options.memory_mib
+        fits = memory is None or peak <= memory  # the others take more than ours
+        self.failure = None if fits else f"not run: estimate says {peak:,.0f} MiB, the GPU has {memory:,.0f}"
 
     def start(self, method: str, *arguments: Any) -> None:
-        gpus, environment = self.row.gpus, environment_of(self.row.gpus, self.tiny)
+        row = self.row
+        environment = environment_of(row.gpus, self.tiny, row.case.engine)
         for number, rank in enumerate(self.ranks):
-            mine = {"RANK": str(number), "LOCAL_RANK": str(number)} if gpus > 1 else {}
-            rank.start(f"{method}_rank", *arguments, gpus, environment | mine)
+            mine = {"RANK": str(number), "LOCAL_RANK": str(number)} if row.gpus > 1 else {}
+            rank.start(f"{method}_rank", *arguments, row.gpus, row.micro_batches, environment | mine)
 
     def result(self, seconds: float | None = None) -> tuple[Measured | None, str | None]:
         """Wait for all of them, or for the first that fails: the others wait for it."""
@@ -300,8 +366,8 @@ class Ranks:
                 answers[number], failure = waiting.pop(number).result(None if ready else 0.0)
                 if failure:
                     return None, failure if ready else f"took more than {seconds:.0f} s"
-        if answers[0] is None:
-            return None, None
+        if answers[0] is None:  # they have imported
+            return None, self.failure
         shares = [shares for _, shares in answers.values()]
         self.row.shares = {part: max(of[part] for of in shares) for part in shares[0]}
         return merged([answers[number][0] for number in sorted(answers)]), None
@@ -311,7 +377,38 @@ class Ranks:
             rank.kill()
 
 
-def environment_of(gpus: int, tiny: bool) -> dict[str, str]:
+def together(rows: Sequence[GpuRow]) -> Iterator[Sequence[GpuRow]]:
+    """Yield rows that run at the same time: those on one GPU as long as each has another, others one by one."""
+    bunch: list[GpuRow] = []
+    for row in rows:
+        if bunch and (row.gpus > 1 or bunch[0].gpus > 1 or row.device in {other.device for other in bunch}):
+            yield bunch
+            bunch = []
+        bunch.append(row)
+    if bunch:
+        yield bunch
+
+
+def compared(measured: Iterator[GpuRow], rows: Sequence[GpuRow]) -> Iterator[GpuRow]:
+    """Compare ours on several GPUs with ours on one with the same rows, as soon as that one is there."""
+    for one in measured:
+        if one.micro_batches > 1 and one.measured is not None:
+            for row in rows:
+                if row.group == one.group and row.provider.is_ours and row.gpus > 1 and row.measured:
+                    compare(row, one.measured)
+        yield one
+
+
+def compare(row: GpuRow, one: Measured) -> None:
+    row.one_gpu_gaps = gaps(row.measured, one)  # pyright: ignore[reportArgumentType]
+    loss, norm = row.one_gpu_gaps
+    if [tuple(rows) for rows in one.rows] != [tuple(rows) for rows in row.measured.rows]:
+        row.failure = row.failure or "it trained on other rows than one GPU"
+    elif not (loss <= ONE_GPU_LOSS and norm <= ONE_GPU_NORM):
+        row.failure = row.failure or f"refused: from one GPU its loss is up to {loss:.1e}, its first norm {norm:.1e}"
+
+
+def environment_of(gpus: int, tiny: bool, engine: str) -> dict[str, str]:
     """Return what `accelerate launch` and torchrun set for all ranks."""
     if gpus == 1:
         return {"ACCELERATE_USE_CPU": "true"} if tiny else {}
@@ -326,7 +423,7 @@ def environment_of(gpus: int, tiny: bool) -> dict[str, str]:
 
     from liger_trainer.config.conflicts import accelerate_names
 
-    words = ["--config_file", str(accelerate_names()["fsdp2"]), "--num_processes", str(gpus), "unused.py"]
+    words = ["--config_file", str(accelerate_names()[engine]), "--num_processes", str(gpus), "unused.py"]
     arguments = _validate_launch_command(launch_command_parser().parse_args(words))[0]
     arguments.main_process_port = int(port)
     return {**prepare_multi_gpu_env(arguments), **common, "NCCL_NVLS_ENABLE": "0"}  # not every host has multicast
@@ -344,21 +441,10 @@ def merged(ranks: Sequence[Measured]) -> Measured:
     return replace(
         ranks[0], **{name: None if None in columns[name] else max(columns[name]) for name in names},
         losses=[statistics.fmean(losses) for losses in steps["losses"]],
-        rows=[(sum(n for n, _ in rows), sum(i * ids for i, (_, ids) in enumerate(rows, 1))) for rows in steps["rows"]],
+        rows=[summed(rows) for rows in steps["rows"]] if len(ranks) > 1 else ranks[0].rows,
         ms=[max(ms) for ms in steps["ms"]],
         tokens=sum(m.tokens for m in ranks), padded_tokens=sum(m.padded_tokens for m in ranks),
     )  # fmt: skip
-
-
-def predict_all(rows: Sequence[GpuRow], options: argparse.Namespace, memory_mib: float | None) -> None:
-    """Give rows their predictions; leave out what is predicted not to fit, since the others take more than ours."""
-    by_group: dict[Any, Prediction] = {}
-    for row in rows:
-        if row.group not in by_group:
-            by_group |= {(p.case, p.gpus): p for p in predict(row.case, options.gpus, options.tiny)}
-        row.predicted = by_group[row.group]
-        if memory_mib is not None and row.predicted.peak_mib > memory_mib:
-            row.failure = f"not run: estimate says {row.predicted.peak_mib:,.0f} MiB, the GPU has {memory_mib:,.0f}"
 
 
 # The page, and the command line
@@ -375,25 +461,85 @@ def markdown(header: dict[str, Any], rows: Sequence[GpuRow]) -> str:
 
 
 def _cells(row: GpuRow, rows: Sequence[GpuRow], peak_tflops: float | None) -> list[str]:
-    head = [str(row.gpus), row.provider.title]
+    micro_batches = f", {row.micro_batches} micro-batches" if row.micro_batches > 1 else ""
+    head = [f"{row.gpus}{micro_batches}", row.provider.title]
     m, rate, predicted = row.measured, row.rate, row.predicted
     if m is None or rate is None or predicted is None:
         return [*head, row.failure or "", *[""] * (len(HEADS) - 3)]
-    fewest, base = min((r.gpus, r.rate) for r in rows if r.provider == row.provider and r.rate is not None)
+    same = [r for r in rows if r.provider == row.provider and r.micro_batches == 1 and r.rate]
+    fewest, base = min(((r.gpus, r.rate) for r in same), default=(1, None))
+    reference = next((r.rate for r in rows if r.group == row.group and r.provider.name == REFERENCE), None)
     estimated, used = predicted.peak_mib if row.provider.name == "ours" else None, m.allocated_mib
     return [
-        *head, spread(Spread.of(m.ms), ".1f"), f"{rate:,.0f}", f"{rate / base:.2f} of {fewest}",
+        *head, spread(Spread.of(m.ms), ".1f"), f"{rate:,.0f}",
+        "" if not reference or row.provider.name == REFERENCE or micro_batches else f"{rate / reference:.2f}",
+        "" if not base or row.gpus == fewest or micro_batches else f"{rate / base:.3f} of {fewest}",
         "" if peak_tflops is None else f"{rate * predicted.flops / peak_tflops / 1e12:.1%}",
         "" if used is None else f"{used:,.0f}",
         "" if estimated is None else f"{estimated:,.0f}",
         "" if estimated is None or used is None else f"{estimated / used - 1:+.1%}",
         "" if m.reserved_mib is None else f"{m.reserved_mib:,.0f}",
         f"{row.loss_gap:.1e}, {row.norm_gap:.1e}",
+        "" if row.one_gpu_gaps is None else "{:.1e}, {:.1e}".format(*row.one_gpu_gaps),
     ]  # fmt: skip
+
+
+def rows_of(options: argparse.Namespace) -> list[GpuRow]:
+    """Return the rows that are asked for. Peers other than the reference, and shared heads, need several GPUs."""
+    rows, most = [], max(options.gpus)
+    for case, group in itertools.groupby(pairs(options), key=lambda pair: pair[0]):
+        providers = [provider for _, provider in group]
+        for gpus, provider in itertools.product(sorted(options.gpus, reverse=True), providers):
+            if gpus > 1 or provider.name == REFERENCE or (provider.is_ours and not is_sharded(provider)):
+                rows.append(GpuRow(case, provider, gpus=gpus))
+        if most > 1:
+            rows += [GpuRow(case, p, gpus=1, micro_batches=most) for p in providers if p.name == "ours"]
+    return rows
+
+
+def is_sharded(provider: Provider) -> bool:
+    return "vocab_parallel" in provider.options
+
+
+def join(argv: Sequence[str]) -> int:
+    """Write one page of the files that several calls have written. Of a row that several have, the last one counts.
+
+    Raises:
+        SystemExit: they are of other machines, commits or versions.
+    """
+    parser = argparse.ArgumentParser("python -m benchmarks.many_gpus")
+    parser.add_argument("--join", nargs="+", type=Path, required=True, metavar="JSON")
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args(argv)
+    files = [json.loads(path.read_text()) for path in options.join]
+    header = {**files[0]["header"], "command": "`, `".join(file["header"]["command"] for file in files)}
+    for name in ("device", "commit", "packages", "dtype"):
+        if any(file["header"][name] != header[name] for file in files):
+            parser.error(f"expected files of one {name}, got {[file['header'][name] for file in files]}")
+    rows: dict[Any, GpuRow] = {}
+    for data in (data for file in files for data in file["results"]):
+        row = row_of(data, parser)
+        rows[row.case, row.provider.name, row.gpus, row.micro_batches] = row
+    ordered = sorted(rows.values(), key=lambda row: (CASES.index(row.case), row.gpus == 1, -row.gpus))
+    results = {"header": header, "results": [row.data() for row in ordered]}
+    write(options.output / f"many-gpus-{slug(header['device'])}", results, markdown(header, ordered))
+    return 0
+
+
+def row_of(data: dict[str, Any], parser: argparse.ArgumentParser) -> GpuRow:
+    """Return the row that `data()` has written."""
+    case, providers = choose_rows(f"{data['case']}:{data['provider']}", CASES, parser)
+    provider = next(provider for provider in providers if provider.name == data["provider"])
+    measured, own = ({f.name: data[f.name] for f in fields(of) if f.name in data} for of in (Measured, GpuRow))
+    own |= {"predicted": Prediction(**data["predicted"]) if data["predicted"] else None}
+    own |= {"case": case, "provider": provider, "measured": Measured(**measured) if data.get("losses") else None}
+    return GpuRow(**own)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if arguments is None else list(arguments)
+    if "--join" in argv:
+        return join(argv)
 
     def add_more(parser: argparse.ArgumentParser) -> None:
         help = "numbers of GPUs; default: all that are there"
@@ -405,22 +551,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not there or max(options.gpus) > there:
         print(f"--gpus: {max(options.gpus, default=1)} wanted, {there} there. --tiny needs none.", file=sys.stderr)
         return 2
+    options.memory_mib = None if options.tiny else torch.cuda.get_device_properties(0).total_memory / MIB
     where = provenance(PACKAGES, cuda=None if not options.tiny else False)
     header = {
         **where, "command": shlex.join(["python", "-m", "benchmarks.many_gpus", *without_output(argv)]),
-        **asdict(TINY_PLAN if options.tiny else COMMON["plan"]), "dtype": "fp32" if options.tiny else "bf16",
+        **asdict(TINY_PLAN if options.tiny else STEPS["plan"]), "dtype": "fp32" if options.tiny else "bf16",
         "peak_tflops": next((peak for name, peak in PEAK_TFLOPS.items() if name in where["device"]), None),
-        "loss_tolerance": LOSS_TOLERANCE, "norm_tolerance": NORM_TOLERANCE,
+        "loss_tolerance": LOSS_TOLERANCE, "norm_tolerance": NORM_TOLERANCE, "one_gpu_loss": ONE_GPU_LOSS,
+        "one_gpu_norm": ONE_GPU_NORM,
     }  # fmt: skip
-    most_first = sorted(options.gpus, reverse=True)  # what a time limit cuts off are the fewest
-    rows = [
-        GpuRow(case, provider, gpus=gpus)
-        for case, group in itertools.groupby(pairs(options), key=lambda pair: pair[0])
-        for gpus, (_, provider) in itertools.product(most_first, list(group))
-        if gpus > 1 or "vocab_parallel" not in provider.options  # one GPU has all rows of the head
-    ]
-    predict_all(rows, options, None if options.tiny else torch.cuda.get_device_properties(0).total_memory / MIB)
-    return report("many-gpus", options, header, rows, measure(rows, options, Ranks, AHEAD), markdown)
+    rows = rows_of(options)
+    in_turn = sorted(rows, key=lambda row: row.gpus == 1)  # what a time limit cuts off are those on one
+    for number, row in enumerate(row for row in in_turn if row.gpus == 1):
+        row.device = number % there
+    measured = compared(measure(in_turn, options, Ranks, AHEAD, together), rows)
+    return report("many-gpus", options, header, rows, measured, markdown)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ class Case:
         layers, teacher_layers: of the models, where they have fewer than their shapes.
         selective: only every second layer is checkpointed.
         fp32: trained weights are kept in fp32, and computed with in bf16.
+        engine: of several processes: a name of accelerate's files.
         demo: on real rows, with the weights of the shape's model, or of half of its layers where all are trained.
     """
 
@@ -87,6 +88,7 @@ class Case:
     selective: bool = False
     fp32: bool = False
     demo: bool = False
+    engine: str = "fsdp2"
 
     def config(self, tiny: bool, teacher: bool = False) -> Any:
         """Return the configuration of the student, or of the teacher."""

@@ -31,6 +31,7 @@ class Provider:
         options: of the trainer's configuration, besides what all share.
         needs: modules that must be installed, with the name of their package.
         enables: whether `liger_trainer.enable()` is called first.
+        shares: whether it only trains on several GPUs that share out a Llama's weights, all of them trained.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Provider:
     options: Mapping[str, Any] = field(default_factory=dict)
     needs: Mapping[str, str] = field(default_factory=dict)
     enables: bool = False
+    shares: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -55,6 +57,10 @@ class Provider:
     def missing(self, case: Case) -> str | None:
         """Return what is not installed."""
         needs = {**self.needs, **({"bitsandbytes": "bitsandbytes"} if case.four_bit else {})}
+        if self.shares and (
+            not case.shape.startswith("Llama") or case.lora_dropout is not None or case.engine != "fsdp2"
+        ):
+            return "all weights of a Llama under FSDP2 only"
         packages = [package for module, package in needs.items() if find_spec(module) is None]
         return f"{', '.join(packages)}: not installed" if packages else None
 
@@ -62,12 +68,15 @@ class Provider:
 REFERENCE = "trl"  # whose loss the others must have
 LIGER: dict[str, Any] = {"options": {"use_liger_kernel": True}, "needs": {"liger_kernel": "liger-kernel"}}
 COMPILED: dict[str, Any] = {"options": {"torch_compile": True}}
+TITAN: dict[str, Any] = {"needs": {"torchtitan": "torchtitan"}, "shares": True}
 PROVIDERS: dict[str, tuple[Provider, ...]] = {
     "SFT": (
         Provider(REFERENCE, "TRL SFTTrainer", "sft"),
         Provider("trl_liger", "TRL SFTTrainer + Liger-Kernel", "sft", **LIGER),
         Provider("trl_compiled", "TRL SFTTrainer + torch_compile", "sft", **COMPILED),
         Provider("unsloth", "Unsloth", "unsloth", needs={"unsloth": "unsloth"}),
+        Provider("titan", "torchtitan", "titan", **TITAN),
+        Provider("titan_compiled", "torchtitan, compiled", "titan", **COMPILED, **TITAN),
         Provider("ours", "LigerTrainer", "ours"),
     ),
     "KD": (
@@ -358,7 +367,13 @@ def make_unsloth(run: Run) -> Any:
     return SFTTrainer(model, args=SFTConfig(**run.options, **_rows_options(run)), **run.inputs)
 
 
+def make_titan(run: Run) -> Any:
+    from .titan import TitanTrainer
+
+    return TitanTrainer(run)
+
+
 TRAINERS: dict[str, Callable[[Run], Any]] = {
     "sft": make_sft, "ours": make_ours, "gkd": make_gkd, "distillation": make_distillation, "dpo": make_dpo,
-    "grpo": make_grpo, "unsloth": make_unsloth,
+    "grpo": make_grpo, "unsloth": make_unsloth, "titan": make_titan,
 }  # fmt: skip

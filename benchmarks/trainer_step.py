@@ -68,6 +68,8 @@ class Row:
     measured: Measured | None = None
     failure: str | None = None
     started: bool = False
+    since: float = 0.0  # the clock's seconds at its start
+    took: float = 0.0  # seconds, with all that is not timed
     loss_gap: float | None = None
     norm_gap: float | None = None
 
@@ -79,7 +81,9 @@ class Row:
     def data(self) -> dict[str, Any]:
         """Return what is written: a row that failed has no times."""
         times = ("ms", "seconds", "busy_ms", "traced_ms", "reserved_mib", "allocated_mib") if self.failure else ()
-        values = {name: value for name, value in asdict(self).items() if name not in ("case", "provider", "measured")}
+        values = {
+            name: value for name, value in asdict(self).items() if name not in ("case", "provider", "measured", "since")
+        }
         measured = {} if self.measured is None else asdict(self.measured)
         values |= {name: value for name, value in measured.items() if name not in times}
         return {"case": self.case.name, "provider": self.provider.name, **values}
@@ -99,9 +103,7 @@ def judge(row: Row, reference: Row) -> None:
         row.failure = f"nothing to compare with: {reference.provider.title} failed"
         return
     got, want = row.measured, reference.measured
-    first = max(abs(want.losses[0]), LEAST_LOSS)
-    row.loss_gap = _largest(abs(a - b) / first for a, b in zip(got.losses, want.losses, strict=True))
-    row.norm_gap = abs(got.norms[0] / want.norms[0] - 1)
+    row.loss_gap, row.norm_gap = gaps(got, want)
     loss_tolerance, norm_tolerance = row.case.tolerances
     if not row.case.method and not min(want.losses) <= (1 - LEAST_FALL) * want.losses[0]:
         row.failure = f"nothing is compared: the plain loss goes from {want.losses[0]:.4f} to {want.losses[-1]:.4f}"
@@ -111,6 +113,13 @@ def judge(row: Row, reference: Row) -> None:
         row.failure = f"refused: its loss is up to {row.loss_gap:.1%} from the plain trainer's"
     elif not row.norm_gap <= norm_tolerance:
         row.failure = f"refused: its first gradient norm is {row.norm_gap:.1%} from the plain trainer's"
+
+
+def gaps(got: Measured, want: Measured) -> tuple[float, float]:
+    """Return how far a loss is at most, over the first wanted one, and how far the first gradient norm is."""
+    first = max(abs(want.losses[0]), LEAST_LOSS)
+    losses = _largest(abs(a - b) / first for a, b in zip(got.losses, want.losses, strict=True))
+    return losses, abs(got.norms[0] / want.norms[0] - 1)
 
 
 def _largest(gaps: Iterable[float]) -> float:
@@ -134,12 +143,21 @@ def load(row: Row, options: argparse.Namespace) -> Process:
     return process
 
 
-def measure(
-    rows: Sequence[AnyRow], options: argparse.Namespace, load: Callable[[AnyRow, Any], Any] = load, ahead: int = AHEAD
-) -> Iterator[AnyRow]:
-    """Run rows one after another, and judge each. Those behind a time limit, or of absent packages, say so.
+def one_by_one(rows: Sequence[AnyRow]) -> Iterator[Sequence[AnyRow]]:
+    return ([row] for row in rows)
 
-    Those that compile, for minutes, come last: a run that is cut off has the others of all cases.
+
+def measure(
+    rows: Sequence[AnyRow],
+    options: argparse.Namespace,
+    load: Callable[[AnyRow, Any], Any] = load,
+    ahead: int = AHEAD,
+    together: Callable[[Sequence[AnyRow]], Iterator[Sequence[AnyRow]]] = one_by_one,
+) -> Iterator[AnyRow]:
+    """Run rows in turn, and judge each. Those behind a time limit, or of absent packages, say so.
+
+    Those that compile, for minutes, come last: a run that is cut off has the others of all cases. `together` yields
+    the rows that run at the same time.
     """
     rows = sorted(rows, key=lambda row: row.provider.compiles)
     plain = {row.group: row for row in rows if row.provider.name == REFERENCE}
@@ -151,26 +169,33 @@ def measure(
         try:
             for row, process in processes.items():  # no import while another is timed
                 row.failure = process.result(options.row_limit)[1]
-            for row in group:
-                if row.failure is None:
-                    _run(row, processes[row], options)
-                    judge(row, plain[row.group])
-                yield row
+            for bunch in together(group):
+                for row in bunch:
+                    _start(row, processes.get(row), options)
+                for row in bunch:
+                    if row.started:
+                        _finish(row, processes[row], options)
+                        judge(row, plain[row.group])
+                    yield row
         finally:
             for process in processes.values():
                 process.close()
 
 
-def _run(row: Row, process: Any, options: argparse.Namespace) -> None:
-    row.failure = _late(options)
+def _start(row: Row, process: Any, options: argparse.Namespace) -> None:
+    row.failure = row.failure or _late(options)
     if row.failure is None:
-        row.started, started = True, time.monotonic()
+        row.started, row.since = True, time.monotonic()
         process.start("run", row.case, row.provider)
-        left = max(1.0, options.deadline - started)
-        row.measured, row.failure = process.result(min(options.row_limit, left))
-        if row.failure and _late(options):
-            row.failure = f"cut off: {options.time_limit:g} s were over"
-        say(row.case.name, f"{row.provider.name}: {time.monotonic() - started:.1f} s {row.failure or ''}")
+
+
+def _finish(row: Row, process: Any, options: argparse.Namespace) -> None:
+    until = min(row.since + options.row_limit, max(row.since + 1.0, options.deadline))
+    row.measured, row.failure = process.result(max(1.0, until - time.monotonic()))
+    if row.failure and _late(options):
+        row.failure = f"cut off: {options.time_limit:g} s were over"
+    row.took = time.monotonic() - row.since
+    say(row.case.name, f"{row.provider.name}: {row.took:.1f} s {row.failure or ''}")
     process.close()
 
 
@@ -239,7 +264,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "dtype": "fp32" if options.tiny else "bf16", "loss_tolerance": LOSS_TOLERANCE,
         "norm_tolerance": NORM_TOLERANCE,
     }  # fmt: skip
-    rows = [Row(case, provider) for case, provider in pairs(options)]
+    rows = [Row(case, provider) for case, provider in pairs(options) if not provider.shares]
+    if left_out := {provider.name for _, provider in pairs(options) if provider.shares}:
+        say("trainer-step", f"left out: {', '.join(sorted(left_out))}, which benchmarks.many_gpus measures")
     return report("trainer-step", options, header, rows, measure(rows, options), markdown)
 
 
@@ -305,11 +332,11 @@ def parse(
         parser.error("--rows names all rows: leave --cases, --providers and --ours out")
     options.cases = [case for case in cases if (case.default if names is None else case.name in names)]
     options.chosen = _choose_providers(options.providers or providers, options.ours, parser)
-    options.rows = [_choose_rows(words, cases, parser) for words in options.rows or ()]
+    options.rows = [choose_rows(words, cases, parser) for words in options.rows or ()]
     return options
 
 
-def _choose_rows(words: str, cases: Sequence[Case], parser: argparse.ArgumentParser) -> tuple[Case, list[Provider]]:
+def choose_rows(words: str, cases: Sequence[Case], parser: argparse.ArgumentParser) -> tuple[Case, list[Provider]]:
     """Return a case and its providers, from CASE:PROVIDER,..."""
     name, _, given = words.partition(":")
     case = next((case for case in cases if case.name == name), None)

@@ -65,15 +65,17 @@ class TrainerWorker:
     def __init__(self, provider: str, tiny: bool):
         if provider == "unsloth":  # before transformers, which it changes
             import unsloth  # noqa: F401 # pyright: ignore[reportMissingImports]
-        self.ours, self.tiny = provider.startswith("ours"), tiny
+        self.provider, self.tiny = provider, tiny
 
     def load(self) -> None:
         """Import what takes seconds, before anything is timed."""
         import peft  # noqa: F401
         import trl.trainer.sft_trainer  # noqa: F401
 
-        if self.ours:
+        if self.provider.startswith("ours"):
             import liger_trainer.trainers.distill_trainer  # noqa: F401
+        if self.provider.startswith("titan"):
+            from . import titan  # noqa: F401
 
     def run(self, case: Case, provider: Provider) -> Measured:
         """Train, and return what was measured."""
@@ -171,6 +173,7 @@ class Watch:
     def __init__(self, trainer: Any, plan: Plan, folder: str, tokens: int | None = None):
         self.trainer, self.path, self.tokens = trainer, Path(folder) / "trace.json", tokens
         self.warmup, self.timed, self.traced = plan.warmup, plan.timed, plan.traced
+        self.micro = trainer.args.gradient_accumulation_steps
         self.cuda = trainer.args.device.type == "cuda"
         self.steps = 0
         self.marks: list[Any] = []
@@ -247,7 +250,8 @@ class Watch:
             RuntimeError: the trainer took other steps than these.
         """
         until = self.warmup + self.timed
-        if self.steps != until + self.traced or len(self.losses) != self.steps or len(self.norms) != self.steps:
+        micro_batches = self.steps * self.micro
+        if self.steps != until + self.traced or (len(self.losses), len(self.norms)) != (micro_batches, self.steps):
             raise RuntimeError(
                 f"expected {until + self.traced} steps, got {self.steps}, "
                 f"{len(self.losses)} losses and {len(self.norms)} norms"
@@ -255,17 +259,24 @@ class Watch:
         pairs = zip(self.marks, self.marks[1:], strict=False)
         ms = [before.elapsed_time(mark) if self.cuda else 1e3 * (mark - before) for before, mark in pairs]
         same = ms if alike else ms[-self.traced :]
-        counts = [batch[:2] for batch in self.batches[self.warmup : until]]
+        counts = [batch[:2] for batch in self.batches[self.warmup * self.micro : until * self.micro]]
+        steps = [self.batches[step * self.micro : (step + 1) * self.micro] for step in range(until)]
         busy, kernels = read_trace(self.path, self.traced) if self.cuda else (None, None)
         return Measured(
-            losses=torch.stack(self.losses[:until]).float().tolist(),
+            losses=torch.stack(self.losses[: until * self.micro]).float().view(until, -1).sum(1).tolist(),
             norms=torch.stack([whole(norm) for norm in self.norms[:until]]).float().tolist(),
-            rows=[(real, ids) for real, _, ids in self.batches[:until]],
+            rows=[summed((real, ids) for real, _, ids in step) for step in steps],
             ms=ms, seconds=self.seconds, tokens=sum(real for real, _ in counts),
             padded_tokens=sum(padded for _, padded in counts), busy_ms=busy, kernels=kernels,
             traced_ms=sum(same) / len(same), reserved_mib=self.reserved, weights_mib=weights_of(self.trainer) / MIB,
             allocated_mib=self.allocated,
         )  # fmt: skip
+
+
+def summed(rows: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Return the sums over micro-batches, or ranks: tokens, and ids by place, since another order is other rows."""
+    places = list(enumerate(rows, 1))
+    return sum(tokens for _, (tokens, _) in places), sum(place * ids for place, (_, ids) in places)
 
 
 def weights_of(trainer: Any) -> int:

@@ -26,6 +26,21 @@ def is_hooked(module: nn.Module) -> bool:
     )
 
 
+def hook_places(modules: Iterable[nn.Module]) -> list[dict]:
+    """Return the dictionaries of the hooks that run when modules are called, to be asked again later."""
+    return [
+        hooks for module in modules
+        for hooks in (
+            module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+        )
+    ]  # fmt: skip
+
+
+def any_hook(places: Iterable[dict]) -> bool:
+    """Whether there is a hook in one of these dictionaries, or a global one."""
+    return any(places) or bool(nn.modules.module._has_any_global_hook())  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def is_hooked_by_others(module: nn.Module) -> bool:
     """Do as `is_hooked`, DeepSpeed's hooks aside, which gather a module's weights. Its reader sees to that itself."""
     kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)

@@ -31,6 +31,8 @@ _TRAINER = "transformers.trainer"
 _MODEL = "transformers.modeling_utils"
 _MODULE = "torch.nn.modules.module"
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_FSDP_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+_FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
 
 NAMES = (
     # trainers: rows
@@ -166,6 +168,25 @@ NAMES = (
     Name(_FSDP, "FSDPState._mp_policy", "the dtypes that the unit would gather in"),
     Name(_FSDP, "FSDPState._pre_forward_hook_handle", "the hook that gathers, passed over for such a head"),
     Name(_FSDP, "FSDPState._post_forward_hook_handle", "the hook that frees, passed over too"),
+    Name(_FSDP, "FSDPState._fsdp_param_groups", "the weights that a unit gathers"),
+    Name(_FSDP, "FSDPState._fsdp_param_group", "the same where there is no more than one group"),
+    Name(_FSDP, "FSDPState._auto_reshard_after_forward", "set back after whole weights were kept"),
+    Name(_FSDP_GROUP, "FSDPParamGroup.fsdp_params", "only those that have changed are gathered: replaced meanwhile"),
+    Name(_FSDP_GROUP, "FSDPParamGroup.unshard", "the same", ("async_op",)),
+    Name(_FSDP_GROUP, "FSDPParamGroup.wait_for_unshard", "the same", ()),
+    Name(_FSDP_GROUP, "FSDPParamGroup._all_gather_result", "whether a group is being gathered"),
+    Name(_FSDP_GROUP, "FSDPParamGroup.is_unsharded", "whether it is whole"),
+    Name(_FSDP_GROUP, "FSDPParamGroup._to_unsharded", "sets whole weights that need no gathering", ()),
+    Name(_FSDP_GROUP, "FSDPParamGroup.post_forward_mesh_info", "set back after whole weights were kept"),
+    Name(_FSDP_PARAM, "FSDPParam._unsharded_param", "whether a weight was gathered once"),
+    Name(_FSDP_PARAM, "FSDPParam.unsharded_param", "the whole of a weight"),
+    Name(_FSDP_PARAM, "FSDPParam.sharded_param", "its shard, which is trained or not"),
+    Name(_FSDP_PARAM, "FSDPParam.sharded_state", "which of both its modules have"),
+    Name(_FSDP_PARAM, "FSDPParam.mp_policy", "the dtype that it is gathered in"),
+    Name(_FSDP_PARAM, "FSDPParam.to_unsharded", "sets the whole on its modules", ()),
+    Name(_FSDP_PARAM, "FSDPParam._setattr_on_modules", "sets either while layers are recorded", ("param",)),
+    Name(_FSDP_PARAM, "FSDPParam.free_unsharded_param", "does nothing while whole weights are kept: replaced", ()),
+    Name("torch.distributed.tensor", "DTensor._local_tensor", "tells whether a shard was written into"),
     # models
     Name("transformers.configuration_utils", "PreTrainedConfig._attn_implementation",
          "which attention a model runs"),

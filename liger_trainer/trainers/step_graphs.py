@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..common.console import announce
@@ -20,6 +21,7 @@ from ..patching.graphs.cuda_graphs import GraphedLayers
 from ..patching.graphs.layer_graphs import NotCapturable, Places
 from ..patching.patcher import base_of
 from .ddp_gradients import spare_copies_of_gradients
+from .fsdp_memory import ShardedGraphs
 from .host import TrainerHost
 from .options import ALWAYS, AUTO, NEVER
 
@@ -41,19 +43,23 @@ def reduce_host_work(trainer: TrainerHost) -> Iterator[None]:
     Raises:
         ConfigError: cuda_graphs is "always", and something is against it.
     """
-    replacements, graphed = Replacements(), {}
+    replacements, graphed, sharded = Replacements(), {}, None
     buckets = spare_copies_of_gradients(trainer, replacements)
     try:
-        graphed = _graphed(trainer, getattr(trainer.args, "cuda_graphs", AUTO), buckets.places)
+        wanted = getattr(trainer.args, "cuda_graphs", AUTO)
+        sharded = _sharded(trainer, wanted)
+        graphed = _graphed(trainer, wanted, buckets.places) if sharded is None else sharded.graphed
         for name, quick in without_walks(trainer.model).items():
             replacements.set(trainer.model, name, types.MethodType(quick, trainer.model))
-        if "student" in graphed:
+        if "student" in graphed or sharded is not None:
             pad_to_few_shapes(trainer, replacements)
         yield
     finally:
-        for name, layers in graphed.items():
-            trainer.graph_reports[name] = layers.report
+        for layers in graphed.values():
             layers.undo()
+        if sharded is not None:
+            sharded.undo()
+        trainer.graph_reports |= {name: layers.report for name, layers in graphed.items()}
         buckets.leave()
         replacements.undo()
 
@@ -64,7 +70,7 @@ def _graphed(trainer: TrainerHost, wanted: str, places: Callable[[], Places]) ->
     if wanted == NEVER or trainer.args.device.type != "cuda" and wanted == AUTO:
         return {}
     graphed: dict[str, GraphedLayers] = {}
-    for name, model in {"student": base_of(trainer.model), **trainer.frozen_models()}.items():
+    for name, model in _models(trainer).items():
         try:
             reason = _why_no_graphs(trainer)
             if reason is not None:
@@ -81,18 +87,35 @@ def _graphed(trainer: TrainerHost, wanted: str, places: Callable[[], Places]) ->
     return graphed
 
 
+def _models(trainer: TrainerHost) -> dict[str, Any]:
+    return {"student": base_of(trainer.model), **trainer.frozen_models()}
+
+
+def _sharded(trainer: TrainerHost, wanted: str) -> ShardedGraphs | None:
+    """Return what records the layers of models that FSDP2 shards; None where it has none to record."""
+    if not trainer.is_fsdp_enabled or wanted == NEVER or _why_no_graphs(trainer) is not None:
+        return None
+    trainer.graph_reports = {}
+    return ShardedGraphs(trainer, lambda: _models(trainer), always=wanted == ALWAYS)
+
+
 def _why_no_graphs(trainer: TrainerHost) -> str | None:
     """Return why a training cannot have its layers in graphs, None if nothing is known against it."""
-    args = trainer.args
+    args, plugin = trainer.args, trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     reasons = {
         f"the device is {args.device.type}": args.device.type != "cuda",
-        "FSDP moves weights": trainer.is_fsdp_enabled,
+        "FSDP1 moves weights": plugin is not None and plugin.fsdp_version == 1,
+        "FSDP keeps weights in CPU memory": plugin is not None and _offloads(plugin),
         "DeepSpeed moves weights": trainer.is_deepspeed_enabled,
         "tensor parallelism splits layers": trainer.get_tp_size() > 1,
         "torch_compile makes its own graphs": args.torch_compile,
         "activation_offloading moves what layers keep": getattr(args, "activation_offloading", False),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _offloads(plugin: Any) -> bool:
+    return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
 # A graph is recorded for a shape, so batches get few shapes: packed rows one, padded rows sixteen.

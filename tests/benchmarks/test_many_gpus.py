@@ -1,5 +1,6 @@
 """The benchmark of several GPUs: its arithmetic, its command line, and tiny runs in two processes on a CPU."""
 
+import argparse
 import json
 
 import pytest
@@ -8,8 +9,20 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from benchmarks import many_gpus
-from benchmarks.many_gpus import CASES, flops_of_token, main, merged, predict
+from benchmarks.many_gpus import (
+    CASES,
+    GpuRow,
+    Prediction,
+    compared,
+    flops_of_token,
+    main,
+    merged,
+    predict,
+    rows_of,
+    together,
+)
 from benchmarks.trainer_cases import length_of
+from benchmarks.trainer_providers import PROVIDERS
 from benchmarks.trainer_worker import Measured
 
 CASE = {case.name: case for case in CASES}
@@ -54,28 +67,123 @@ def test_gpus_that_are_not_there_are_refused(capsys):
     assert main(["--gpus", "2"]) == 2 and "2 wanted, 0 there" in capsys.readouterr().err
 
 
+def result(case, provider, gpus, ms, loss=10.0, micro_batches=1, **more):
+    """What a row writes, as if it had been measured."""
+    losses = [loss, loss - 1, loss - 2]
+    row = GpuRow(CASE[case], next(p for p in PROVIDERS[CASE[case].kind] if p.name == provider), gpus=gpus)
+    row.micro_batches, row.loss_gap, row.norm_gap = micro_batches, 1e-4, 1e-3
+    row.predicted = Prediction(case, gpus, 20_000.0, {}, 1e10)
+    tokens = int(8192 * gpus * micro_batches * len(losses))
+    row.measured = Measured(
+        losses, [2.0, 2.0, 2.0], rows=[(8192 * gpus * micro_batches, 5)] * 3, ms=[ms] * 3, seconds=3 * ms / 1e3,
+        tokens=tokens, padded_tokens=tokens, reserved_mib=30_000.0, allocated_mib=25_000.0, **more,
+    )  # fmt: skip
+    return row
+
+
+DDP = "ddp-sft-qwen3-0.6b"
+HEADER = {
+    "device": "NVIDIA H100 80GB HBM3", "date": "2026-11-26", "commit": "abc", "packages": {"torch": "2.11.0"},
+    "dtype": "bf16", "warmup": 4, "timed": 10, "traced": 2, "peak_tflops": 989.0, "loss_tolerance": 0.01,
+    "norm_tolerance": 0.02, "one_gpu_loss": 2e-3, "one_gpu_norm": 0.01,
+}  # fmt: skip
+
+
+def test_rows_on_one_gpu_run_side_by_side():
+    rows = [GpuRow(SFT, None, gpus=gpus, device=at % 2) for gpus, at in ((2, 0), (2, 0), (1, 0), (1, 1), (1, 0))]
+    assert list(together(rows)) == [[rows[0]], [rows[1]], [rows[2], rows[3]], [rows[4]]]
+
+
+@pytest.mark.parametrize(("loss", "refused"), [(10.001, False), (10.1, True)])
+def test_several_gpus_are_held_to_one_with_the_same_rows(loss, refused):
+    two, one = result(DDP, "ours", 2, 80.0, loss), result(DDP, "ours", 1, 150.0, micro_batches=2)
+    assert list(compared(iter([two, one]), [two, one])) == [two, one]
+    assert two.one_gpu_gaps == pytest.approx((abs(loss - 10) / 10, 0.0))
+    assert ("refused: from one GPU" in (two.failure or "")) is refused
+
+
+def test_other_rows_than_on_one_gpu_are_refused():
+    two, one = result(DDP, "ours", 2, 80.0), result(DDP, "ours", 1, 150.0, micro_batches=2)
+    one.measured.rows[1] = (16384, 6)
+    list(compared(iter([one]), [two, one]))
+    assert two.failure == "it trained on other rows than one GPU"
+
+
+def written(folder, name, rows, **changes):
+    header = {**HEADER, "command": f"python -m benchmarks.many_gpus --cases {name}", **changes}
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"header": header, "results": [row.data() for row in rows]}))
+    return str(path)
+
+
+def test_calls_are_joined_on_one_page(tmp_path):
+    """The last of two equal rows counts; a row that failed says why; ratios and efficiency are those of the rows."""
+    two, failed = result(DDP, "ours", 2, 80.0), result(DDP, "trl", 1, 100.0)
+    two.one_gpu_gaps, failed.failure = (1e-4, 2e-3), "refused: for a test"
+    first = written(tmp_path, "a", [result(DDP, "ours", 1, 999.0), failed])
+    rest = [result(DDP, "trl", 2, 160.0), two, result(DDP, "ours", 1, 76.0), result(DDP, "ours", 1, 150.0, 10.0, 2)]
+    shared = result(SFT.name, "trl", 2, 1000.0)
+    second = written(tmp_path, "b", [*rest, shared])
+    assert main(["--join", first, second, "--output", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "many-gpus-nvidia-h100-80gb-hbm3.md").read_text()
+    assert "--cases a`, `python -m benchmarks.many_gpus --cases b`" in page
+    assert "| 2 | LigerTrainer | 80.0 (80.0 to 80.0) | 102,400 | 2.00 | 0.950 of 1 | 103.5% | 25,000 | 20,000 |" in page
+    assert "| 1.0e-04, 1.0e-03 | 1.0e-04, 2.0e-03 |" in page and "999" not in page
+    assert "| 1 | TRL SFTTrainer | refused: for a test |" in page and "| 1, 2 micro-batches | LigerTrainer |" in page
+    assert page.index(f"`{DDP}`") < page.index(f"`{SFT.name}`")
+    again = json.loads((tmp_path / "out" / "many-gpus-nvidia-h100-80gb-hbm3.json").read_text())["results"]
+    assert len(again) == 6 and again[1] == json.loads(json.dumps(two.data()))
+
+
+def test_pages_of_other_commits_are_not_joined(tmp_path, capsys):
+    files = [written(tmp_path, name, [], commit=name) for name in "ab"]
+    with pytest.raises(SystemExit):
+        main(["--join", *files, "--output", str(tmp_path)])
+    assert "expected files of one commit, got ['a', 'b']" in capsys.readouterr().err
+
+
+def test_peers_run_on_several_gpus_only():
+    titan = next(provider for provider in PROVIDERS["SFT"] if provider.name == "titan")
+    assert titan.missing(CASE[DDP]) == "all weights of a Llama under FSDP2 only"
+    chosen = [next(p for p in PROVIDERS["SFT"] if p.name == name) for name in ("trl", "titan", "ours")]
+    rows = rows_of(argparse.Namespace(rows=[(SFT, chosen)], gpus=[1, 2]))
+    found = [(row.gpus, row.micro_batches, row.provider.name) for row in rows]
+    assert found == [(2, 1, "trl"), (2, 1, "titan"), (2, 1, "ours"), (1, 1, "trl"), (1, 1, "ours"), (1, 2, "ours")]
+
+
 def run_tiny(folder, *words, code=0):
     assert main(["--tiny", "--output", str(folder), *words]) == code
     rows = json.loads((folder / "many-gpus-tiny.json").read_text())["results"]
-    return {(row["gpus"], row["provider"]): row for row in rows}, (folder / "many-gpus-tiny.md").read_text()
+    return {(row["gpus"] * row["micro_batches"], row["gpus"], row["provider"]): row for row in rows}, (
+        folder / "many-gpus-tiny.md"
+    ).read_text()
 
 
 def test_two_processes_train_as_trls_and_hold_what_estimate_predicts(tmp_path, monkeypatch):
     """Weights, gradients and state of the student, and the teacher's weights: half of each, by FSDP2 itself."""
     monkeypatch.setattr(many_gpus, "context_for", lambda *modules: torch.multiprocessing.get_context("fork"))
     rows, page = run_tiny(tmp_path, "--gpus", "2", "--cases", KD.name)
-    ours = rows[2, "ours"]
+    ours = rows[2, 2, "ours"]
     assert ours["failure"] is None and ours["loss_gap"] < 1e-4 and "| 2 | LigerDistillTrainer | " in page
-    (predicted,) = predict(KD, [2], tiny=True)
+    predicted = predict(KD, 2, tiny=True)
     assert ours["shares"].keys() == predicted.held_mib.keys()
     for part, mib in predicted.held_mib.items():
         assert ours["shares"][part] == pytest.approx(mib, rel=0.05), part  # tiny tensors are rounded up to 512 B
 
 
+def test_ddp_is_held_to_one_process_with_its_rows(tmp_path, monkeypatch):
+    """Both ranks' rows are those of one process with two micro-batches, and so are losses and norm."""
+    monkeypatch.setattr(many_gpus, "context_for", lambda *modules: torch.multiprocessing.get_context("fork"))
+    rows, page = run_tiny(tmp_path, "--gpus", "2", "--cases", "ddp-lora-qwen3-0.6b")
+    ours, one = rows[2, 2, "ours"], rows[2, 1, "ours"]
+    assert ours["failure"] is None and one["failure"] is None and "| 1, 2 micro-batches | LigerTrainer |" in page
+    assert max(ours["one_gpu_gaps"]) < 1e-4 and ours["losses"][0] != ours["losses"][1]
+
+
 @pytest.mark.slow
 def test_rows_of_the_command(tmp_path):
     rows, page = run_tiny(tmp_path, "--gpus", "1", "2", "--cases", "sft-llama-3-8b,lora-*")
-    assert len(rows) == 4 and all(row["failure"] is None and row["loss_gap"] < 1e-4 for row in rows.values())
+    assert len(rows) == 10 and all(row["failure"] is None and row["loss_gap"] < 1e-4 for row in rows.values())
     assert " of 1 |" in page
 
 
@@ -84,5 +192,5 @@ def test_a_row_that_fails_says_why(tmp_path):
     """`vocab_parallel=always` is refused for tied embeddings: the row says so, and the others run."""
     words = ["--gpus", "2", "--cases", "sft-qwen3-1.7b", "--ours", "vocab_parallel=always"]
     rows, _ = run_tiny(tmp_path, *words, code=1)
-    assert rows[2, "ours"]["failure"] is None
-    assert "ConfigError: vocab_parallel: always, but" in rows[2, "ours:vocab_parallel=always"]["failure"]
+    assert rows[2, 2, "ours"]["failure"] is None
+    assert "ConfigError: vocab_parallel: always, but" in rows[2, 2, "ours:vocab_parallel=always"]["failure"]

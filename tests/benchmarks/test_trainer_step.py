@@ -26,7 +26,7 @@ from benchmarks.trainer_worker import Measured, TrainerWorker, covered, read_tra
 
 CASE = {case.name: case for case in CASES}
 PLAIN = CASE["sft-qwen3-0.6b"]
-TRL, LIGER, COMPILED, UNSLOTH, OURS = PROVIDERS["SFT"]
+TRL, LIGER, COMPILED, UNSLOTH, *_, OURS = PROVIDERS["SFT"]
 
 
 def measured(**changes) -> Measured:

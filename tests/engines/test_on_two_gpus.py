@@ -87,3 +87,16 @@ def test_fsdp1_steps_are_those_of_sfttrainer(models):
     runs = launched(models, "fsdp1", 2, "sft", "sft tied", "liger", "liger tied")
     assert_same_steps(runs["liger"], runs["sft"])
     assert_same_steps(runs["liger tied"], runs["sft tied"])
+
+
+def test_fsdp2_layers_in_graphs_take_the_steps_of_fsdp2_as_it_is(models):
+    arms = [f"{kind}{mode}" for kind in ("liger", "liger lora", "kd", "kd lora") for mode in ("", " plain")]
+    two = launched(models, "fsdp2", 2, *arms)
+    for plain in arms[1::2]:
+        got, want = two[plain.removesuffix(" plain")], two[plain]
+        assert all("FSDP2 kept their whole weights" in report for report in got["graphs"].values())
+        assert all(
+            report.startswith("CUDA graphs: 4 layers") for name, report in got["graphs"].items() if name == "student"
+        )
+        assert not want["graphs"]
+        assert_same_steps(got, want)

@@ -216,7 +216,10 @@ PARSED = {
     "max_steps=200 packing=false": "starts from what the command before it has saved",
     "liger-trainer report outputs/my outputs/other": "the same as of outputs/a and outputs/b, into another file",
     "python -m benchmarks.many_gpus --output results": SEVERAL_GPUS,
-    "python -m benchmarks.many_gpus --output results --gpus 8 --cases sft-llama-3-8b": SEVERAL_GPUS,
+    "python -m benchmarks.many_gpus --output results --cases 'ddp-*'": SEVERAL_GPUS,
+    "python -m benchmarks.many_gpus --output results --gpus 2 "
+    "--rows sft-llama-3-8b:trl,trl_compiled,titan,titan_compiled,ours": SEVERAL_GPUS,
+    "python -m benchmarks.many_gpus --output docs/results --join ddp.json llama.json": SEVERAL_GPUS,
     "python -m benchmarks.many_gpus --tiny --gpus 1 2": "minutes; tests/benchmarks/test_many_gpus.py runs some of it",
     "python -m benchmarks.run": GPU,
     "python -m benchmarks.run --smoke": "half a minute; tests/benchmarks/test_tables.py runs it on fewer cases",

@@ -21,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ...common.console import announce
 from ...common.replacements import Replacements
+from ...compat.fsdp2 import WholeWeights
 from ...compat.models import ADAPTER_SETTINGS
-from ...compat.modules import is_hooked, parameter_places
+from ...compat.modules import any_hook, hook_places, is_hooked, parameter_places
 from ...compat.torch_internals import in_backward
 from ...errors import ConfigError
 from ...losses.model_parts import decoder_layers
@@ -49,6 +50,7 @@ class GraphedLayers:
         recorder: the class of what records.
         places: returns where gradients of parameters are to be, if not in the memory of the graphs. It is asked when
             graphs are recorded.
+        whole: the layers' weights where FSDP2 shards them: whole in the forwards of their layers, and shards elsewhere.
 
     Attributes:
         report: what was done, in a line.
@@ -60,8 +62,9 @@ class GraphedLayers:
     def __init__(
         self, model: Any, name: str = "student", trained: bool = True, always: bool = False,
         recorder: type[Recorder] = CudaRecorder, places: Callable[[], Places] = dict,
+        whole: WholeWeights | None = None,
     ):  # fmt: skip
-        self.layers = layers_of(model)
+        self.layers, self._whole = layers_of(model), whole
         self.name, self._trained, self._always, self._make_recorder = name, trained, always, recorder
         self._gradient_places = places
         self._check()
@@ -125,7 +128,7 @@ class GraphedLayers:
             return None
         try:
             if self._hooks != RemovableHandle.next_id:
-                self._check()
+                self._check_hooks()
             if (self._graphs or self._calls) and self._weights != self._constants():
                 self._forget()  # the weights have moved, others are trained, or an adapter has another scale
             if shape not in self._graphs and shape in self._calls and not self._is_busy() and self._has_room():
@@ -156,14 +159,26 @@ class GraphedLayers:
 
     def _check(self) -> None:
         """Raise NotCapturable if the layers cannot be in graphs, as far as that can be seen."""
-        reason = obstacle(self.layers, self._make_recorder.device_type)
+        with self._whole_in_place():
+            reason = obstacle(self.layers, self._make_recorder.device_type)
         if reason is not None:
             raise NotCapturable(reason)
         self._hooks = RemovableHandle.next_id  # torch counts all hooks that are registered
         self._find_places()
 
+    def _check_hooks(self) -> None:
+        """Check again after hooks have been registered; FSDP2 does that in each pass, on what layers return."""
+        if self._whole is None or any_hook(self._hook_places):
+            self._check()
+        self._hooks = RemovableHandle.next_id
+
+    def _whole_in_place(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which all layers have whole weights."""
+        return contextlib.nullcontext() if self._whole is None else self._whole.in_place()
+
     def _find_places(self) -> None:
         modules = [module for layer in self.layers for module in layer.modules()]
+        self._hook_places = hook_places(module for module in modules if module not in self.layers)
         self._places = parameter_places(modules)
         self._settings = [
             (vars(module), name) for module in modules for name, value in vars(module).items()
@@ -221,11 +236,14 @@ class GraphedLayers:
         self._find_places()
         self._weights = self._constants()
         places = self._gradient_places()
-        graphs = [
-            LayerGraph(layer, call, self._trained, recompute, places)
-            for layer, call in zip(self.layers, calls, strict=True)
-        ]
-        with _without_cast_cache(self._make_recorder.device_type), _without_checkpointing(self.layers):
+        with (
+            self._whole_in_place(), _without_cast_cache(self._make_recorder.device_type),
+            _without_checkpointing(self.layers),
+        ):  # fmt: skip
+            graphs = [
+                LayerGraph(layer, call, self._trained, recompute, places)
+                for layer, call in zip(self.layers, calls, strict=True)
+            ]
             record_stack(graphs, self._recorder)
         self._graphs[shape] = graphs
         self._gradient_addresses = {
@@ -237,12 +255,19 @@ class GraphedLayers:
         self.report = f"CUDA graphs: {len(graphs)} layers of the {self.name}, hidden states of {', '.join(self._sizes)}"
         announce(self.report)
 
-    def _all_parameters(self) -> list[Any]:
+    def _in_layers(self) -> list[Any]:
+        """Return the parameters as the layers have them now."""
         return [p for parameters, name in self._places if (p := parameters.get(name)) is not None]
+
+    def _all_parameters(self) -> list[Any]:
+        """Return the parameters that graphs read, and that get gradients of them."""
+        found = self._in_layers()
+        return found if self._whole is None else list(map(self._whole.of, found))
 
     def _constants(self) -> tuple[Any, ...]:
         """Return what a graph holds that may change: where weights are, which are trained, and numbers of modules."""
-        weights = ((parameter.data_ptr(), parameter.requires_grad) for parameter in self._all_parameters())
+        trained = (parameter.requires_grad for parameter in self._in_layers())  # a shard knows it first
+        weights = zip((parameter.data_ptr() for parameter in self._all_parameters()), trained, strict=True)
         return *weights, *(_frozen(attributes.get(name)) for attributes, name in self._settings)
 
     def _give_up(self, reason: str) -> None:
@@ -289,7 +314,7 @@ class _Noting:
         except NotCapturable as error:
             self._refuse(str(error))
             return plain(*args, **kwargs)
-        places = [next((i for i, output in enumerate(self._outputs) if output is t), None) for t in tensors]
+        places = [next((i for i, output in enumerate(self._outputs) if is_one(output, t)), None) for t in tensors]
         inputs = [self._copy(t) if place is None else None for t, place in zip(tensors, places, strict=True)]
         result = plain(*args, **kwargs)
         self._outputs = []
@@ -326,6 +351,13 @@ class _Replaying:
                     self._next += 1
                     return graph.replay(index, self._turn, tensors)
         return plain(*args, **kwargs)
+
+
+def is_one(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same, or views of the same memory alike: FSDP2 hands layers such a view."""
+    return a is b or (
+        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    )
 
 
 def _check_untouched(value: Any, structure: Any, tensors: Tensors) -> None:

@@ -4,7 +4,7 @@
 
 DIRECTORY holds what `save_models` puts there, and gets the logs of each arm in NAME.json. An arm is "sft", "liger" or
 "kd"; "lora" behind it is for adapters, "tied" for tied embeddings, "bf16" for weights that are not kept in fp32,
-"parallel" for heads that stay on their ranks.
+"parallel" for heads that stay on their ranks, "plain" for layers that are not in graphs.
 """
 
 import json
@@ -65,12 +65,13 @@ def run(directory, arm):
     common = {"train_dataset": rows(), "processing_class": tokenizer()}
     if "lora" in how:
         common["peft_config"] = LoraConfig(r=16, target_modules="all-linear")
-    heads = {"vocab_parallel": "always"} if "parallel" in how else {}
+    computed = {"vocab_parallel": "always"} if "parallel" in how else {}
+    computed |= {"cuda_graphs": "never"} if "plain" in how else {}
     if name == "kd":
-        args = LigerDistillConfig(**options, **heads, losses=[{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}])
+        args = LigerDistillConfig(**options, **computed, losses=[{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}])
         trainer = LigerDistillTrainer(student, teacher_model=str(directory / "teacher"), args=args, **common)
-    elif heads:
-        trainer = LigerTrainer(student, args=LigerConfig(**options, **heads), **common)
+    elif computed:
+        trainer = LigerTrainer(student, args=LigerConfig(**options, **computed), **common)
     else:
         trainer = (SFTTrainer if name == "sft" else LigerTrainer)(student, args=SFTConfig(**options), **common)
     trainer.train()
