@@ -35,8 +35,8 @@ class LossConfig:
         beta: as in TRL's DistillationConfig.
         losses: replaces `beta` when given: a list such as
             `[{"type": "forward_kl", "weight": 1.0}, {"type": "ce", "weight": 0.1}]`. The default weight is 1.
-        schedules: {name: {from, to, kind, warmup_steps, steps}} of temperature, beta, skew_alpha, lmbda or the weight
-            of a loss, `<type>_weight`.
+        schedules: {name: {from, to, kind, warmup_steps, steps}} of temperature, beta, skew_alpha, lmbda,
+            max_completion_length or the weight of a loss, `<type>_weight`.
         taid: the teacher's share in what the student is held against, see `schedules.Taid`; {} for the defaults.
         scale_loss_by_temperature_squared: as Hinton et al. 2015 do.
     """
