@@ -96,6 +96,7 @@ class Decoder:
         """Return what decodes for a model in CUDA graphs, None where `generate` does."""
         if self._sampler == GENERATE or (self._sampler == AUTO and device.type != "cuda"):
             return None
+        # graphs hold how tokens are drawn, and a length up to which they may be asked for less
         chosen = _but_length(settings)
         known = self._rollouts.get(id(model))
         if known is None or known[0] != chosen or known[1] < settings.max_new_tokens:
@@ -116,6 +117,7 @@ class Decoder:
         self._rollouts[id(model)] = _but_length(settings), settings.max_new_tokens, None
 
 
+# a run has several decoders, each of which would say it of the same model
 _announce_once = functools.cache(announce)
 
 
@@ -147,6 +149,7 @@ def _generated(
     images: dict[str, Tensor],
 ) -> list[Tokens]:  # fmt: skip
     """Complete prompts by `generate`: padded on the left, with a KV cache."""
+    # on the left, so that what is written stands behind each prompt
     rows = [torch.tensor(prompt) for prompt in prompts]
     padding: Any = settings.pad_token_id
     ids = pad(rows, padding_value=padding, padding_side="left")
