@@ -93,7 +93,6 @@ CASES = (  # `rows` are of one GPU
     Case("lora-qwen3-1.7b", "Qwen3-1.7B", 8, 1024, lora_dropout=0.0, **COMMON),
     Case("kd-qwen3-1.7b-8b", "Qwen3-1.7B", 8, 1024, teacher="Qwen3-8B", checkpointing=True, **COMMON),
     Case("sft-llama-3-8b", "Llama-3-8B", 1, 8192, selective=True, **LLAMA),
-    Case("kd-llama-3-8b-70b", "Llama-3-8B", 1, 4096, teacher="Llama-3-70B", teacher_layers=24, default=False, **LLAMA),
     Case("heads-152k", "Qwen3-8B", 4, 2048, **HEADS_ONLY),
     Case("heads-262k", "Qwen3-8B, V 262144", 4, 2048, **HEADS_ONLY),
     *(
@@ -158,6 +157,7 @@ def _halfway(memory: Any, other: Any) -> Any:
     return replace(memory, peaks=peaks)
 
 
+@functools.cache
 def predict(case: Case, gpus: int, tiny: bool) -> Prediction:
     from liger_trainer.tools.estimate.estimator import highest
     from liger_trainer.tools.estimate.step_spec import sharding_of

@@ -62,7 +62,7 @@ class Case:
         gently: so many times smaller a rate, reached within the warm-up: the losses of wide models jump at more.
         default: whether it runs without being named.
         plan: the steps, at full size.
-        layers, teacher_layers: of the models, where they have fewer than their shapes.
+        layers: of the student, where it has fewer than its shape.
         selective: only every second layer is checkpointed.
         fp32: trained weights are kept in fp32, and computed with in bf16.
         engine: of several processes: a name of accelerate's files.
@@ -84,7 +84,6 @@ class Case:
     default: bool = True
     plan: Plan = PLAN
     layers: int | None = None
-    teacher_layers: int | None = None
     selective: bool = False
     fp32: bool = False
     demo: bool = False
@@ -97,7 +96,7 @@ class Case:
 
     def model_options(self, tiny: bool, teacher: bool = False) -> dict[str, Any]:
         """Return what `config_of` and `random_model` are given besides the shape."""
-        layers = self.teacher_layers if teacher else self.layers
+        layers = None if teacher else self.layers
         return {**SPECIAL, **({"num_hidden_layers": layers} if layers and not tiny else {})}
 
     @property
@@ -132,7 +131,6 @@ class Case:
         more = ", gradient checkpointing" * self.checkpointing + " of every second layer" * self.selective
         more += f", 1/{self.gently} of the rate, rising at first" if self.gently > 1 else ""
         more += f", {self.layers} layers of {self.shape}" if self.layers else ""
-        more += f", {self.teacher_layers} layers of {self.teacher}" if self.teacher_layers else ""
         return f"{self.kind}, {what}, {how}, {size}{more}"
 
 

@@ -47,7 +47,7 @@ def gated_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 
 
 @triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
+def activate(x, ACTIVATION: tl.constexpr):
     """Return (act(x), act'(x)). For "relu2_output", x is relu2's output, and only the slope has a meaning."""
     if ACTIVATION == "silu":
         s = tl.sigmoid(x)
@@ -81,7 +81,7 @@ def _forward_tile(
     """Compute BLOCK elements from the given offsets on, or `left` of them unless EVEN. up_ptr None: h = act(gate)."""
     lanes = tl.arange(0, BLOCK)
     mask = None if EVEN else lanes < left
-    h, _ = _activate(tl.load(gate_ptr + gate_at + lanes, mask=mask).to(tl.float32), ACTIVATION)
+    h, _ = activate(tl.load(gate_ptr + gate_at + lanes, mask=mask).to(tl.float32), ACTIVATION)
     if up_ptr is not None:  # decided when the kernel is compiled: Triton takes None for a constant
         # masked lanes hold anything: they are not stored
         h *= tl.load(up_ptr + up_at + lanes, mask=mask).to(tl.float32)
@@ -97,7 +97,7 @@ def _backward_tile(
     lanes = tl.arange(0, BLOCK)
     mask = None if EVEN else lanes < left
     dh = tl.load(dh_ptr + dh_at + lanes, mask=mask).to(tl.float32)
-    h, slope = _activate(tl.load(gate_ptr + gate_at + lanes, mask=mask).to(tl.float32), ACTIVATION)
+    h, slope = activate(tl.load(gate_ptr + gate_at + lanes, mask=mask).to(tl.float32), ACTIVATION)
     dgate = dh * slope
     if up_ptr is not None:
         up = tl.load(up_ptr + up_at + lanes, mask=mask).to(tl.float32)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._gated import _activate, activation_reference
+from ._gated import activate, activation_reference
 from ._triton import Launch, remembered, tl, triton
 from ._tuning import SHAPES
 
@@ -79,7 +79,7 @@ def _gate_and_up(gate, up, limit, alpha, shift, ACTIVATION: tl.constexpr, LIMITE
         value = gate * s
         slope = s + alpha * value * (1.0 - s)
     else:
-        value, slope = _activate(gate, ACTIVATION)
+        value, slope = activate(gate, ACTIVATION)
     return value, slope, up + shift
 
 

@@ -66,9 +66,13 @@ class H100:
     ATTENTION_EXACT = 32, 32, 4, 1  # in fp32: products without tensor cores, which compile slowly if they are large
     ATTENTION_BOUNDS = 256  # tokens a program; not swept
 
-    # Sampling: keys of a block and warps; tiles of a row of logits, columns at a time, warps (not swept).
-    DECODE_ATTENTION = 64, 4
+    # Sampling: keys of a block, warps, stages, by the columns of a head that they go up to (428bfe8d); tiles of a row
+    # of logits, columns at a time, warps (not swept).
+    DECODE_ATTENTION = {64: (32, 4, 3), 256: (64, 4, 2)}
     DRAW_TOKENS = 16, 1024, 4
+    # Products of few rows: the most rows; columns of a tile, numbers of K at a time, warps, stages, and stages where
+    # there are more programs than multiprocessors; programs wanted (428bfe8d).
+    THIN_ROWS, THIN_TILE, THIN_PROGRAMS = 128, (32, 128, 4, 4, 3), 90
 
     # Divergences of given distributions: entries and warps of a program, or of a step along a row; bytes of two rows
     # up to which two of them a multiprocessor stay in L2 between a forward's passes (not swept, from its size).

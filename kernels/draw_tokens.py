@@ -1,8 +1,9 @@
 """Draw a token for each row of logits: the largest of logit / temperature + Gumbel noise, which is a softmax sample.
 
 Shapes    logits: (B, V)   rows, counts: (B,) int32   seed: (1,) int64   banned: (V,) bool   tokens: (B,) int64
-Method    each program finds the best of a tile of one row; torch takes the best tile. Noise is Philox of (seed, column,
-          count, row), so a draw depends neither on the row's place in a batch nor on what else is drawn.
+Method    each program finds the best of a tile of one row; a second launch takes the best tile. Noise is Philox of
+          (seed, column, count, row), so a draw depends neither on the row's place in a batch nor on what else is drawn.
+          `note_tokens` writes down what was drawn, for all rows in one launch.
 Numerics  fp32. Noise is -log(E), with E = -log(1 - u) computed where it is small from all 32 bits of u: a token wins by
           a small E, so those below 1e-7 are drawn as often as they should
 Traffic   logits once
@@ -14,8 +15,6 @@ from torch import Tensor
 
 from ._triton import Launch, kept_launch, tl, triton, use_triton
 from ._tuning import SHAPES
-
-_LAST = 2**31 - 1
 
 
 def gumbel_reference(seed: Tensor, rows: Tensor, counts: Tensor, V: int) -> Tensor:
@@ -81,6 +80,15 @@ def _kernel(
     tl.store(token_ptr + row * tiles + tile, tl.min(tl.where(best == top, token, 2147483647), 0))
 
 
+@triton.jit
+def _best_kernel(best_ptr, tile_token_ptr, token_ptr, TILES: tl.constexpr):
+    row = tl.program_id(0)
+    at = row * TILES + tl.arange(0, TILES)
+    best = tl.load(best_ptr + at)
+    token = tl.where(best == tl.max(best, 0), tl.load(tile_token_ptr + at), 2147483647)
+    tl.store(token_ptr + row, tl.min(token, 0).to(tl.int64))
+
+
 def draw_tokens(
     logits: Tensor, seed: Tensor, rows: Tensor, counts: Tensor, *, temperature: float, banned: Tensor | None = None
 ) -> Tensor:
@@ -104,10 +112,73 @@ def draw_tokens(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tiles, block, warps = SHAPES.DRAW_TOKENS
     tile = triton.cdiv(triton.cdiv(V, tiles), block) * block
-    best, token = logits.new_empty(B, tiles, dtype=torch.float32), rows.new_empty(B, tiles)
+    best, of_tile = logits.new_empty(B, tiles, dtype=torch.float32), rows.new_empty(B, tiles)
+    token = seed.new_empty(B)
     launch: Launch = kept_launch(
         _kernel, (B, tiles), logits.stride(0), V, 1 / temperature if temperature else 1.0, TILE=tile, BLOCK=block,
         DRAW=temperature > 0, BANNED=banned is not None, num_warps=warps,
     )  # fmt: skip
-    launch(logits, banned, seed, rows, counts, best, token)
-    return torch.where(best == best.amax(1, keepdim=True), token, _LAST).amin(1).long()
+    launch(logits, banned, seed, rows, counts, best, of_tile)
+    launch = kept_launch(_best_kernel, (B,), TILES=tiles, num_warps=1)
+    launch(best, of_tile, token)
+    return token
+
+
+def note_tokens_reference(
+    tokens: Tensor, drawn: Tensor, slots: Tensor, latest: Tensor, counts: Tensor, lengths: Tensor, done: Tensor,
+    ends: Tensor,
+) -> None:  # fmt: skip
+    """Compute `note_tokens` in plain torch."""
+    active, limit = ~done, drawn.shape[1] - 1
+    drawn[slots.long(), torch.where(active, counts, limit).long()] = tokens
+    latest.copy_(torch.where(active, tokens, latest))
+    counts += active
+    lengths += active
+    done |= (tokens[:, None] == ends).any(1) | (counts >= limit)
+
+
+@triton.jit
+def _note_kernel(
+    token_ptr, drawn_ptr, slots_ptr, latest_ptr, counts_ptr, lengths_ptr, done_ptr, ends_ptr, B, limit,
+    ENDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < B
+    done = tl.load(done_ptr + row, mask=live, other=1) != 0
+    token, count = tl.load(token_ptr + row, mask=live, other=0), tl.load(counts_ptr + row, mask=live, other=0)
+    active = live & (done == 0)
+    # a row that is done writes behind the end
+    at = tl.load(slots_ptr + row, mask=live, other=0).to(tl.int64) * (limit + 1) + tl.where(active, count, limit)
+    tl.store(drawn_ptr + at, token, mask=live)
+    tl.store(latest_ptr + row, token, mask=active)
+    tl.store(counts_ptr + row, count + 1, mask=active)
+    tl.store(lengths_ptr + row, tl.load(lengths_ptr + row, mask=active, other=0) + 1, mask=active)
+    done = done | (tl.where(active, count + 1, count) >= limit)
+    for end in range(ENDS):
+        done = done | (token == tl.load(ends_ptr + end))
+    tl.store(done_ptr + row, done.to(tl.int8), mask=live)
+
+
+def note_tokens(
+    tokens: Tensor, drawn: Tensor, slots: Tensor, latest: Tensor, counts: Tensor, lengths: Tensor, done: Tensor,
+    ends: Tensor,
+) -> None:  # fmt: skip
+    """Write drawn tokens down, in place, for all rows that are not done.
+
+    Args:
+        tokens: (B,) int64, what was drawn.
+        drawn: (slots, limit + 1) int64: what each slot's row has drawn; the last column is for rows that are done.
+        slots: (B,) int32, of each row. Rows that are done may share one.
+        latest: (B,) int64, what each row reads next.
+        counts, lengths: (B,) int32, how many tokens were drawn for it, and how many it has in all but the latest.
+        done: (B,) bool. Set where the token is an end, or the limit is reached.
+        ends: (E,) int64.
+    """
+    if not use_triton(latest):
+        return note_tokens_reference(tokens, drawn, slots, latest, counts, lengths, done, ends)
+    B, block = len(tokens), 64
+    launch: Launch = kept_launch(
+        _note_kernel, (triton.cdiv(B, block),), B, drawn.shape[1] - 1, ENDS=len(ends), BLOCK=block, num_warps=2,
+    )  # fmt: skip
+    launch(tokens, drawn, slots, latest, counts, lengths, done.view(torch.int8), ends)
+    return None

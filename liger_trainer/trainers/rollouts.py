@@ -25,10 +25,12 @@ from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogi
 from ..common.replacements import replaced
 from ..compat.models import ATTENTION, attention_implementation
 from ..kernels.decode_attention import decode_attention, places_of
-from ..kernels.draw_tokens import draw_tokens
+from ..kernels.draw_tokens import draw_tokens, note_tokens
 from ..patching.graphs.recorder import Recorder, free_memory
+from ..patching.layers.rotary import Rotated
 from ..patching.packing.packed_attention import NAMES, PackedAttention, attention_configs
 from ..patching.patcher import base_of
+from .decoding_layers import DecodingLayers
 from .rollout_support import NotServed, adapters_merged, why_not
 
 Tokens = list[int]
@@ -91,10 +93,13 @@ _current: ContextVar["Rollouts"] = ContextVar("rollouts")
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float | None = None,
+    module: Any, query: Any, key: Any, value: Tensor, attention_mask: None, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Compute attention of the flat row of prompts, or of one token a row. See transformers' AttentionInterface."""
+    """Compute attention of the flat row of prompts, or of one token a row. See transformers' AttentionInterface.
+
+    Queries and keys of one token a row are `Rotated`, where the attention rotates them.
+    """
     rollouts = _current.get()
     kept, layer = rollouts.kept, module.layer_idx
     if kept.latest[layer] is not key or s_aux is not None:
@@ -104,12 +109,15 @@ def _attention(
         how: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "dropout": 0.0}
         how |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
         return PackedAttention(rollouts.former)(module, query, key, value, None, **how)[0], None
+    rotation, q, k = None, query, key
+    if isinstance(query, Rotated) and isinstance(key, Rotated):
+        q, k, rotation = query.x, key.x, query.rotation
     # under autocast norms and rotations may hand over fp32, which sdpa would cast too
-    q, k, v = (x[:, :, 0].to(kept.keys[layer].dtype) for x in (query, key, value))
+    q, k, v = (x[:, :, 0].to(kept.keys[layer].dtype) for x in (q, k, value))
     o = decode_attention(
         q, k, v, kept.keys[layer], kept.values[layer], rollouts.step.slot, rollouts.step.length,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap, window=sliding_window,
-        places=kept.places[layer],
+        places=kept.places[layer], rotation=rotation,
     )  # fmt: skip
     return o[:, None], None
 
@@ -173,6 +181,7 @@ class Rollouts:
         self.former = next(f for f, name in NAMES.items() if attention_implementation(base.config) in (f, name))
         text = base.config.get_text_config()
         self.kept = KeptKeys(text.num_hidden_layers, self._device)
+        self._layers = DecodingLayers(base)
         self._limit: int = settings.max_new_tokens  # pyright: ignore[reportAttributeAccessIssue]
         ends = settings.eos_token_id
         ends = [ends] if isinstance(ends, int) else list(ends or ())
@@ -275,7 +284,8 @@ class Rollouts:
         self.documents = torch.nn.functional.pad(ends, (1, 0)).to(self._device, torch.int32), int(lengths.max())
         self.kept.prompts = of_tokens, at
         flat = torch.tensor([token for row in rows for token in prompts[row]], device=self._device)
-        logits = self._forward(flat[None], at[None], logits_to_keep=(ends - 1).to(self._device))[0]
+        with self._layers.in_use(one_token=False):  # which also spares PEFT's layers, merged by now, their checks
+            logits = self._forward(flat[None], at[None], logits_to_keep=(ends - 1).to(self._device))[0]
         self.kept.prompts = None
         step = Step(len(rows), self._device)
         step.slot.copy_(torch.tensor(slots))
@@ -302,19 +312,16 @@ class Rollouts:
             token = draw_tokens(
                 logits, self._seed, step.row, step.count, temperature=self._temperature, banned=self._banned
             )
-        active = ~step.done
-        # a row that is done writes behind the end
-        where = torch.where(active, step.count, self._limit).long()
-        self._drawn[step.slot.long(), where] = token
-        step.token.copy_(torch.where(active, token, step.token))
-        step.count += active
-        step.length += active
-        step.done |= (token[:, None] == self._ends).any(1) | (step.count >= self._limit)
-        step.done |= step.count >= self._most  # of this rollout
+        note_tokens(
+            token, self._drawn, step.slot, step.token, step.count, step.length, step.done, self._ends
+        )  # fmt: skip
+        step.done |= step.count >= self._most  # of this rollout; the launch knows the most of any
 
     def _one_token(self, step: Step) -> None:
         self.step = step
-        self._draw(step, self._forward(step.token[:, None], step.length[:, None].long())[:, -1])
+        with self._layers.in_use(one_token=True):
+            logits = self._forward(step.token[:, None], step.length[:, None].long())[:, -1]
+        self._draw(step, logits)
 
     def _run(self, step: Step) -> None:
         """Run a step; the first time, record it."""
@@ -396,12 +403,11 @@ def _attention_is(model: Any, name: str) -> Iterator[None]:
 
 
 def _constants(model: Any) -> tuple[Any, ...]:
-    """Return what a graph holds that may change between two rollouts: where weights are, and adapters' settings."""
-    adapters = (
-        tuple(str(getattr(module, name, None)) for name in ("disable_adapters", "active_adapters", "merged", "scaling"))
-        for module in model.modules() if hasattr(module, "lora_A")
-    )  # fmt: skip
-    return *(p.data_ptr() for p in model.parameters()), *adapters
+    """Return what a graph holds that may change between two rollouts: where weights are.
+
+    Adapters' settings are not among it: merged or switched off, a layer with adapters is its base.
+    """
+    return tuple(p.data_ptr() for p in model.parameters())
 
 
 def _banned(model: Any, settings: GenerationConfig) -> Tensor | None:

@@ -26,6 +26,8 @@ OF_ONE_DTYPE = {
     ("_low_rank", "_split_kernel"),
     ("_triton", "_probe_kernel"),
     ("document_attention", "_bounds_kernel"),
+    ("draw_tokens", "_best_kernel"),
+    ("draw_tokens", "_note_kernel"),
 }
 IN_TRITON = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 

@@ -4,8 +4,21 @@ import pytest
 import torch
 
 from liger_trainer.kernels._triton import INSTALLED, INTERPRETED
-from liger_trainer.kernels.decode_attention import decode_attention, decode_attention_reference, places_of
-from liger_trainer.kernels.draw_tokens import draw_tokens, draw_tokens_reference, gumbel_reference
+from liger_trainer.kernels.decode_attention import (
+    QKNorm,
+    Rotation,
+    decode_attention,
+    decode_attention_reference,
+    places_of,
+)
+from liger_trainer.kernels.draw_tokens import (
+    draw_tokens,
+    draw_tokens_reference,
+    gumbel_reference,
+    note_tokens,
+    note_tokens_reference,
+)
+from liger_trainer.kernels.thin_linear import MOST_TILES, ROWS, thin_linear, thin_linear_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
@@ -44,6 +57,31 @@ def test_attention_over_kept_keys(group, D, dtype, how):
 
 
 @launched
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group, D, R", [(2, 16, 16), (3, 64, 64), (1, 64, 24), (4, 128, 128)])
+@pytest.mark.parametrize("norm", [None, (0.0, True), (1.0, False)], ids=str)
+def test_attention_norms_and_rotates_its_queries_and_new_keys(group, D, R, norm, dtype):
+    inputs = attention_inputs(group, D, dtype)
+    angles = torch.randn(len(LENGTHS), R // 2, device=DEVICE).repeat(1, 2) * 3
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    weights = torch.randn(2, D, dtype=dtype, device=DEVICE)
+
+    def how(cast):
+        norms = None if norm is None else QKNorm(*cast(weights), 1e-3, *norm)
+        return {"scale": 0.3, "rotation": Rotation(cast(cos), cast(sin), norms)}
+
+    wide = [x.double() if x.is_floating_point() else x.clone() for x in inputs]
+    truth = decode_attention_reference(*wide, **how(torch.Tensor.double))
+    plain = [x.clone() for x in inputs]
+    error = (decode_attention_reference(*plain, **how(torch.Tensor.clone)).double() - truth).norm()
+    got = decode_attention(*inputs, **how(torch.Tensor.clone))
+    assert (got.double() - truth).norm() <= 2 * error + 1e-6 * truth.norm()
+    for kept, want, true in zip(inputs[3:5], plain[3:5], wide[3:5], strict=True):
+        kept, want, true = (x.double().nan_to_num(7.0) for x in (kept, want, true))
+        assert (kept - true).norm() <= 2 * (want - true).norm() + 1e-6 * true.norm()
+
+
+@launched
 def test_keys_are_read_where_places_says():
     q, k, v, keys, values, slots, lengths = attention_inputs(2, 32, torch.float32)
     moved = [torch.cat([x, x[:, :, :5]], 2) for x in (keys, values)]
@@ -57,8 +95,77 @@ def test_what_does_not_fit_is_refused():
     q, k, v, keys, values, slots, lengths = attention_inputs(2, 32, torch.float32)
     with pytest.raises(ValueError, match="must share B, Hk and D"):
         decode_attention(q, k[:, :1], v[:, :1], keys, values, slots, lengths, scale=1.0)
+    wide = torch.zeros(len(LENGTHS), 34, device=DEVICE)
+    with pytest.raises(ValueError, match="cos and sin must be"):
+        decode_attention(q, k, v, keys, values, slots, lengths, scale=1.0, rotation=Rotation(wide, wide))
     with pytest.raises(ValueError, match="keys have the dtype of q"):
         decode_attention(q, k, v, keys.double(), values.double(), slots, lengths, scale=1.0)
+
+
+PRODUCTS = [  # columns of each weight, K, biases, what follows: several tiles and less than one, one product shared
+    ((40, 16, 24), 72, False, {}),
+    ((40, 1, 24), 72, True, {}),
+    ((33, 65), 1000, True, {}),
+    ((70,), 2056, True, {}),
+    ((70,), 2056, False, {"residual": True}),
+    ((70,), 40, True, {"residual": True}),
+    ((70, 70), 136, False, {"activation": "silu"}),
+    ((33, 33), 300, True, {"activation": "gelu_tanh"}),
+]
+
+
+@launched
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.float32] if DEVICE == "cpu" else [torch.bfloat16, torch.float16]
+)
+@pytest.mark.parametrize("rows", [1, 19, 64, 70])
+@pytest.mark.parametrize("sizes, K, biased, how", PRODUCTS, ids=str)
+def test_products_of_few_rows(sizes, K, biased, how, rows, dtype):
+    def draw(*shape, dtype=dtype):
+        return torch.randn(*shape, dtype=dtype, device=DEVICE)
+
+    x, weights = draw(rows, 1, K), [draw(size, K) / K**0.5 for size in sizes]
+    biases = [draw(size) for size in sizes] if biased else None
+    how = {**how, **({"residual": draw(rows, 1, sizes[0])} if "residual" in how else {})}
+    wide = {name: value.double() if torch.is_tensor(value) else value for name, value in how.items()}
+    truth = thin_linear_reference(
+        x.double(), [w.double() for w in weights], biases and [b.double() for b in biases], **wide
+    )
+    plain = thin_linear_reference(x, weights, biases, **how)
+    arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=DEVICE)
+    for _ in range(2):  # what the parts count is zero again afterwards
+        got = thin_linear(x, weights, biases, **how, arrived=arrived)
+        assert [y.dtype for y in got] == [y.dtype for y in plain] and not arrived.any()
+        for ours, theirs, true in zip(got, plain, truth, strict=True):
+            error = (theirs.double() - true).norm()
+            assert (ours.double() - true).norm() <= 2 * error + 1e-6 * true.norm()
+
+
+@launched
+def test_wider_weights_and_residuals_of_products():
+    x, weight = torch.randn(9, 600, dtype=torch.float16, device=DEVICE), torch.randn(50, 600, device=DEVICE)
+    residual = torch.randn(9, 50, device=DEVICE)
+    (got,) = thin_linear(x, [weight], residual=residual)
+    want = residual.double() + x.double() @ weight.half().double().t()
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    x = x.float()
+    (got,) = thin_linear(x, [weight, weight], activation="silu", dtype=torch.bfloat16)
+    (want,) = thin_linear_reference(x, [weight, weight], activation="silu", dtype=torch.bfloat16)
+    assert got.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), want.float(), rtol=0.02, atol=0.02 * want.abs().max().item())
+
+
+def test_products_that_do_not_fit_are_refused():
+    x, w = torch.randn(ROWS + 1, 8), torch.randn(4, 8)
+    with pytest.raises(ValueError, match="one to three weights"):
+        thin_linear(x, [w[:, :5]])
+    with pytest.raises(ValueError, match="takes a bias"):
+        thin_linear(x, [w], [torch.zeros(5)])
+    with pytest.raises(ValueError, match="gate and up of one shape"):
+        thin_linear(x, [w], activation="silu")
+    with pytest.raises(ValueError, match="A residual is added"):
+        thin_linear(x, [w], residual=x)
 
 
 def draw_inputs(B, V, dtype=torch.float32):
@@ -79,6 +186,23 @@ def test_draws_are_those_of_plain_torch(V, temperature, bans, dtype):
         banned[V // 2] = False
     how = {"temperature": temperature, "banned": banned}
     assert torch.equal(draw_tokens(*inputs, **how), draw_tokens_reference(*inputs, **how))
+
+
+@launched
+@pytest.mark.parametrize("ends", [[-1], [3, 9, 4]], ids=str)
+def test_tokens_are_noted_where_rows_are_not_done(ends):
+    B, limit = 70, 5
+    state = {
+        "drawn": torch.randint(50, 60, (B + 1, limit + 1)), "slots": torch.randperm(B).int(),
+        "latest": torch.randint(20, 30, (B,)), "counts": torch.randint(0, limit, (B,)).int(),
+        "lengths": torch.randint(0, 99, (B,)).int(), "done": torch.rand(B) < 0.3, "ends": torch.tensor(ends),
+    }  # fmt: skip
+    state = {name: x.to(DEVICE) for name, x in state.items()}
+    tokens, want = torch.randint(0, 10, (B,), device=DEVICE), {name: x.clone() for name, x in state.items()}
+    note_tokens_reference(tokens, **want)
+    note_tokens(tokens, **state)
+    assert all(torch.equal(state[name], want[name]) for name in state)
+    assert state["done"].any() and not state["done"].all()
 
 
 @launched

@@ -49,14 +49,15 @@ from liger_trainer.kernels._low_rank import split  # noqa: E402
 from liger_trainer.kernels._vocab_parallel import shard_rows  # noqa: E402
 from liger_trainer.kernels.adamw import adamw_  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
-from liger_trainer.kernels.decode_attention import decode_attention  # noqa: E402
+from liger_trainer.kernels.decode_attention import QKNorm, Rotation, decode_attention  # noqa: E402
 from liger_trainer.kernels.divergence_kinds import ROW_KINDS  # noqa: E402
-from liger_trainer.kernels.draw_tokens import draw_tokens  # noqa: E402
+from liger_trainer.kernels.draw_tokens import draw_tokens, note_tokens  # noqa: E402
 from liger_trainer.kernels.gradient_norm import gradient_norm  # noqa: E402
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence  # noqa: E402
 from liger_trainer.kernels.linear_log_probs import linear_log_probs  # noqa: E402
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence  # noqa: E402
+from liger_trainer.kernels.thin_linear import thin_linear  # noqa: E402
 
 _linear_head.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
 
@@ -270,6 +271,16 @@ def sampling(dtype: torch.dtype) -> None:
         every = [{}, {"softcap": 5.0, "window": 16}, {"window": 16}] if in_every_way(dtype) else [{}]
         for how in every:
             decode_attention(q, new, new, kept, kept, numbers, numbers, scale=0.1, **how)
+        angles, norm = new[:, 0], QKNorm(new[0, 0], new[0, 0], 1e-6, 0.0, True)
+        rotation = Rotation(angles, angles, norm)
+        decode_attention(q, new, new, kept, kept, numbers, numbers, scale=0.1, rotation=rotation)
+    x, weights, residual = (torch.rand(*shape).to(dtype) for shape in ((N, 512), (3, 64, 512), (N, 64)))
+    for count, how in (
+        (3, {}),
+        (1, {"residual": residual}),
+        (2, {"activation": "silu"}),
+    ):
+        thin_linear(x, [*weights[:count]], **how)
     logits, seed, banned = (
         torch.rand(N, V).to(dtype),
         torch.zeros(1, dtype=torch.int64),
@@ -277,6 +288,8 @@ def sampling(dtype: torch.dtype) -> None:
     )
     draw_tokens(logits, seed, numbers, numbers, temperature=0.7, banned=banned)
     draw_tokens(logits, seed, numbers, numbers, temperature=0.0)
+    tokens, done = torch.zeros(N, dtype=torch.int64), torch.zeros(N, dtype=torch.bool)
+    note_tokens(tokens, tokens[:, None].expand(N, 9), numbers, tokens, numbers, numbers, done, seed)
 
 
 class OneRank:

@@ -18,6 +18,7 @@ from liger_trainer.extras import chat
 from liger_trainer.patching.graphs.recorder import CudaRecorder
 from liger_trainer.run import samples
 from liger_trainer.trainers import decoder as decoder_file
+from liger_trainer.trainers import decoding_layers as decoding_file
 from liger_trainer.trainers import rollouts as rollouts_file
 from liger_trainer.trainers.decoder import Decoder
 from liger_trainer.trainers.rollouts import NotServed, Rollouts
@@ -253,6 +254,38 @@ def test_a_student_that_cannot_is_refused_or_sampled_by_generate(capsys):
         trained(distill(**gpt2, data=completions(8), lmbda=1.0, sampler="graphs", max_completion_length=4))
     assert trained(on_policy()).state.global_step == 2  # auto, without a GPU
     assert "not in CUDA graphs" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family, patched", [("qwen3", True), ("llama", True), ("qwen3", False)])
+def test_a_layer_of_a_step_is_few_launches(family, patched, monkeypatch):
+    """Products take activations and residuals along, and attention the rotation, also where adapters were."""
+    model, calls = tiny_model(family), []
+    if family == "llama":
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    if patched:
+        patch(model)
+    thin, attend = decoding_file.thin_linear, rollouts_file.decode_attention
+
+    def counted(x, weights, biases=None, **how):
+        calls.append(
+            (len(weights), *sorted(name for name in ("norm", "activation", "residual") if how.get(name) is not None))
+        )
+        return thin(x, weights, biases, **how)
+
+    def turning(*args, **how):
+        calls.append(("attention", how["rotation"] is not None, how["rotation"] and how["rotation"].norm is not None))
+        return attend(*args, **how)
+
+    monkeypatch.setattr(decoding_file, "thin_linear", counted)
+    monkeypatch.setattr(rollouts_file, "decode_attention", turning)
+    rollouts = Rollouts(model, settings(max_new_tokens=2, eos_token_id=None), None)
+    rollouts._proved = True
+    rollouts.complete(prompts_of((3,)), 0)
+    mlp = [(2, "activation")] if patched else [(2,)]
+    attention = ("attention", patched, family == "qwen3") if patched else ("attention", False, None)
+    layer = [(3,), attention, (1, "residual"), *mlp, (1, "residual")]
+    step = [*layer, *layer, (1,)]  # the last is the head
+    assert calls == [call for call in step if call[0] != "attention"] + step * rollouts_file.CHUNK  # prompts first
 
 
 # Whoever asks for completions

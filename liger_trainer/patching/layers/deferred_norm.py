@@ -59,11 +59,49 @@ class _Pending:
         return self.value
 
 
-@dataclass(frozen=True, eq=False)
-class DeferredNorm:
-    """The result of a norm of queries or keys, not computed yet, viewed as attention views it.
+class Deferred:
+    """A tensor that is not computed yet. Every operation that a class does not define is one of what it computes."""
 
-    Every operation that is not here is one of the computed tensor.
+    def compute(self) -> Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*_computed(args), **{name: _computed(value) for name, value in (kwargs or {}).items()})
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):  # deepcopy and pickle ask for such before there are fields
+            raise AttributeError(name)
+        return getattr(self.compute(), name)
+
+
+def _computed(value: Any) -> Any:
+    if isinstance(value, Deferred):
+        return value.compute()
+    if isinstance(value, (tuple, list)):
+        return type(value)(_computed(item) for item in value)
+    return value
+
+
+def _operator(name: str) -> Callable:
+    def compute_and_apply(self, *args):
+        return getattr(self.compute(), name)(*args)
+
+    return compute_and_apply
+
+
+# Python looks operators up on the class, not through __getattr__.
+for _name in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow", "matmul", "rmatmul", "getitem",
+    "setitem", "lt", "le", "gt", "ge", "eq", "ne", "len", "iter", "iadd", "isub", "imul", "itruediv", "abs", "pos",
+    "floordiv", "rfloordiv", "mod", "rmod", "rpow", "and", "or", "xor", "invert", "bool", "float", "contains",
+):  # fmt: skip
+    setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredNorm(Deferred):
+    """The result of a norm of queries or keys, not computed yet, viewed as attention views it.
 
     Attributes:
         x: the norm's input under the same views.
@@ -135,39 +173,6 @@ class DeferredNorm:
         for name, args in self.views:
             value = getattr(value, name)(*args)
         return value
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return func(*_computed(args), **{name: _computed(value) for name, value in (kwargs or {}).items()})
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):  # deepcopy and pickle ask for such before there are fields
-            raise AttributeError(name)
-        return getattr(self.compute(), name)
-
-
-def _computed(value: Any) -> Any:
-    if isinstance(value, DeferredNorm):
-        return value.compute()
-    if isinstance(value, (tuple, list)):
-        return type(value)(_computed(item) for item in value)
-    return value
-
-
-def _operator(name: str) -> Callable:
-    def compute_and_apply(self, *args):
-        return getattr(self.compute(), name)(*args)
-
-    return compute_and_apply
-
-
-# Python looks operators up on the class, not through __getattr__.
-for _name in (
-    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow", "matmul", "rmatmul", "getitem",
-    "setitem", "lt", "le", "gt", "ge", "eq", "ne", "len", "iter", "iadd", "isub", "imul", "itruediv", "abs", "pos",
-    "floordiv", "rfloordiv", "mod", "rmod", "rpow", "and", "or", "xor", "invert", "bool", "float", "contains",
-):  # fmt: skip
-    setattr(DeferredNorm, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def can_wait(rule: NormRule) -> bool:

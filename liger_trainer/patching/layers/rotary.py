@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.torch_internals import FakeTensor
+from ...kernels.decode_attention import QKNorm, Rotation
 from ...kernels.rope import rope, rope_reference
 from ..structure import on_miniatures
-from .deferred_norm import DeferredNorm, norm_and_rotate
+from .deferred_norm import Deferred, DeferredNorm, norm_and_rotate
 
 # What a rotary embedding makes of one cosine for each pair, (..., R/2): all, then all again (Llama); each next to its
 # copy (Cohere); or all once (GPT-OSS).
@@ -133,9 +135,28 @@ def signature(function: Any) -> Signature | str:
     return f"it takes ({', '.join(names)}), not queries, keys, cosines, sines and unsqueeze_dim"
 
 
+class Rotated(Deferred):
+    """Queries or keys of one token a row, whose rotation is computed when they are used, unless attention does it.
+
+    Attributes:
+        x: (B, H, 1, D), before the rotation, and before the norm in front of it.
+        rotation: of queries and keys, with their norms.
+    """
+
+    def __init__(self, x: Tensor, rotation: Rotation, both: Callable[[], tuple[Tensor, Tensor]], at: int):
+        self.x, self.rotation, self._both, self._at = x, rotation, both, at
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+
+    def compute(self) -> Tensor:
+        return self._both()[self._at]
+
+
+ROTATES_LATER: ContextVar[bool] = ContextVar("rotates_later", default=False)  # whether q and k may be `Rotated`
+
+
 def rotate(
     rule: RotaryRule, q: Any, k: Any, cos: Tensor, sin: Tensor, heads_dim: int, plain: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Any, Any]:
     """Rotate q and k by our op.
 
     Args:
@@ -143,6 +164,44 @@ def rotate(
         cos, sin: (B or 1, S, R).
         plain: compute by the op's reference, as the proof wants it.
     """
+    # asked in this order, torch.compile does not see the variable, which it could not trace
+    if not torch.compiler.is_compiling() and ROTATES_LATER.get():
+        rotation = _rotation_of_one_token(rule, q, k, cos, sin, heads_dim)
+        if rotation is not None:
+            both = functools.cache(lambda: _rotated(rule, q, k, cos, sin, heads_dim, plain))
+            before = [x.x if isinstance(x, DeferredNorm) else x for x in (q, k)]
+            return Rotated(before[0], rotation, both, 0), Rotated(before[1], rotation, both, 1)
+    return _rotated(rule, q, k, cos, sin, heads_dim, plain)
+
+
+def _rotation_of_one_token(
+    rule: RotaryRule, q: Any, k: Any, cos: Tensor, sin: Tensor, heads_dim: int
+) -> Rotation | None:
+    """Return what the attention of one token a row needs to rotate q and k, None where it is not what that computes."""
+    norms = [x.pending for x in (q, k) if isinstance(x, DeferredNorm)]
+    promotes = rule.promotes and not torch.is_autocast_enabled(q.device.type)
+    if (
+        dataclasses.replace(rule, promotes=False, layout=None) != RotaryRule()
+        or heads_dim != 1
+        or q.shape[2] != 1
+        or len(norms) == 1
+        or (promotes and torch.promote_types(q.dtype, cos.dtype) != q.dtype)
+    ):
+        return None
+    of_both = None
+    if norms:
+        one, other = norms
+        if q.over != (3,) or k.over != (3,) or (one.rule, one.eps) != (other.rule, other.eps):
+            return None
+        form = one.rule.form
+        of_both = QKNorm(one.weight, other.weight, one.eps, form.offset, form.cast_before_weight)
+    cos, sin = (x.expand(q.shape[0], 1, -1)[:, 0] for x in (cos, sin))
+    return Rotation(cos, sin, of_both)
+
+
+def _rotated(
+    rule: RotaryRule, q: Any, k: Any, cos: Tensor, sin: Tensor, heads_dim: int, plain: bool
+) -> tuple[Tensor, Tensor]:
     cos, sin = rule.read(cos, sin)
     if isinstance(q, DeferredNorm) and isinstance(k, DeferredNorm) and not rule.regroups:
         together = norm_and_rotate(q, k, cos, sin, heads_dim, rule.promotes, rule.options())
@@ -155,7 +214,7 @@ def rotate(
     if rule.trailing:  # as many of the last columns as there are angles
         first = q.shape[-1] - cos.shape[-1] * (2 if rule.half_width else 1)
         rule = dataclasses.replace(rule, trailing=False)
-        rotated = rotate(rule, q[..., first:], k[..., first:], cos, sin, heads_dim, plain)
+        rotated = _rotated(rule, q[..., first:], k[..., first:], cos, sin, heads_dim, plain)
         q, k = (torch.cat((x[..., :first], y), -1) if first else y for x, y in zip((q, k), rotated, strict=True))
         return q, k
     if rule.regroups:
