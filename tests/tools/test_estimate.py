@@ -21,9 +21,10 @@ from liger_trainer.tools.estimate import estimator as estimating
 from liger_trainer.tools.estimate import simulate as memory_simulation
 from liger_trainer.tools.estimate.estimator import GPUS, gpu_named
 from liger_trainer.tools.estimate.memory_tracker import BLOCK, MemoryTracker
-from liger_trainer.tools.estimate.simulate import ModelSpec, StepSpec, simulate
+from liger_trainer.tools.estimate.simulate import ModelSpec, Rollout, StepSpec, simulate
 from liger_trainer.tools.estimate.stand_ins import MomentsOptimizer
 from liger_trainer.tools.estimate.step_spec import Sharding
+from liger_trainer.trainers.rollouts import Rollouts
 
 ADAMW = functools.partial(torch.optim.AdamW, fused=True)
 FOREACH = functools.partial(torch.optim.AdamW, foreach=True)
@@ -280,6 +281,31 @@ def test_graphs_of_both_models_and_of_small_layers_alone(monkeypatch):
     assert simulate(dataclasses.replace(taught, cuda_graphs="always")).graphs_bytes
     four_bit = dataclasses.replace(taught.student, bits=4)
     assert simulate(step(student=four_bit, peft=LORA, cuda_graphs="auto")).graphs_bytes is None
+
+
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
+def test_a_rollout_takes_what_a_real_one_does(peft):
+    """Keys and values of all rows, prompts in one flat row, and the weights under merged adapters."""
+    rows, prompt, completion = 8, 96, 160
+    spec = step(peft=peft, rollout=Rollout(rows, prompt, completion))
+    memory = simulate(spec)
+    plain = simulate(dataclasses.replace(spec, rollout=None))
+    assert plain.sampling is None and plain.peaks == memory.peaks
+    kept = 2 * 2 * (rows + 1) * SIZES["num_key_value_heads"] * (prompt + completion) * 32 * 4
+    assert memory.sampling.parts["keys and values"] == pytest.approx(kept, abs=BLOCK)
+    state = memory.peaks["optimizer"].parts["optimizer state"]
+    assert memory.sampling.parts["optimizer state"] == state > 0
+    model = transformers.AutoModelForCausalLM.from_config(config_of(**WIDE))  # a simulation has marked the other one
+    model = model if peft is None else get_peft_model(model, peft)
+    patch(base_of(model))
+    how = transformers.GenerationConfig(max_new_tokens=completion, do_sample=False, eos_token_id=None)
+    rollouts, prompts = Rollouts(model.eval(), how, None), [[*range(prompt)]] * rows
+    rollouts.complete(prompts, 0, most_tokens=1)  # which proves it
+    tracker = MemoryTracker()
+    tracker.add([*model.parameters(), *model.buffers()], "student weights")
+    with tracker, tracker.during("sampling"):
+        rollouts.complete(prompts, 0)
+    assert tracker.peaks["sampling"].bytes == pytest.approx(memory.sampling.bytes - state, rel=0.1)
 
 
 def test_moments_of_8_bits_and_paged_ones():

@@ -15,7 +15,7 @@ from ...config.run_config import load_run_config
 from ...errors import ConfigError
 from ...trainers.options import FAST
 from .memory_tracker import Peak
-from .simulate import StepMemory, StepSpec, simulate, simulate_reading
+from .simulate import SAMPLING, StepMemory, StepSpec, simulate, simulate_reading
 from .step_spec import RowLengths, Sharding, capture_spec, row_lengths, sharding_of, step_spec
 
 if TYPE_CHECKING:
@@ -150,6 +150,10 @@ class Estimate:
     graphs_mib: float | None = None
     # what capturing it takes on a GPU, if the teacher is named. It is no part of the run's peak.
     capture_mib: float | None = None
+    # the peak while completions are sampled in this process, all rows at once, and its part of keys and values; where
+    # less memory is free, fewer rows are completed at once, so that this decides nothing
+    sampling_mib: float | None = None
+    kept_mib: float | None = None
     gpu: Gpu | None = None
     fits: bool | None = None  # None without a GPU to compare with
     # settings that take less, each by itself; if none is enough, the last combines several
@@ -172,6 +176,7 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
     parts = {part: size / MIB for part, size in peak.parts.most_common() if size}
     fits = None if gpu is None else peak.bytes / MIB <= gpu.usable_mib
     changes = _changes(config, lengths, gpu, peak.bytes / MIB) if gpu is not None and not fits else ()
+    sampling = None if memory.sampling is None else sharding.share(SAMPLING, memory.sampling, memory)
     capture_mib, capture = None, capture_spec(config, spec, bf16)
     if capture is not None:
         reading, logits_bytes = capture
@@ -192,6 +197,8 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
         **_tokens(config, spec, lengths, sharding),
         graphs_mib=None if memory.graphs_bytes is None else memory.graphs_bytes / MIB,
         capture_mib=capture_mib,
+        sampling_mib=None if sampling is None else (sampling.bytes + LIBRARIES[1]) / MIB,
+        kept_mib=None if sampling is None else sampling.parts["keys and values"] / MIB,
         gpu=gpu,
         fits=fits,
         changes=changes,
