@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import DistributedDataParallelKwargs
 from peft import LoraConfig, get_peft_model
 from recorders import RunsAgain
 from tiny import VOCAB, tiny_model
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig
 
 from liger_trainer import patch
+from liger_trainer.common.replacements import Replacements
 from liger_trainer.compat.sft_trainer import DataCollatorForLanguageModeling, with_lengths
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching.graphs import cuda_graphs
@@ -23,7 +25,7 @@ from liger_trainer.patching.graphs import recorder as graph_recorder
 from liger_trainer.patching.graphs.cuda_graphs import GraphedLayers
 from liger_trainer.patching.graphs.layer_graphs import NotCapturable
 from liger_trainer.patching.patcher import base_of, patched_record
-from liger_trainer.trainers.ddp_gradients import GradientBuckets
+from liger_trainer.trainers.ddp_gradients import GradientBuckets, spare_copies_of_gradients
 from liger_trainer.trainers.step_graphs import FixedShapes
 
 
@@ -474,6 +476,38 @@ def test_a_shared_weight_gets_all_its_gradients_in_the_buckets(monkeypatch, one_
         for model in (plain, wrapped):
             model.zero_grad()
     assert RunsAgain.replays and buckets.places()
+
+
+def test_a_second_training_finds_the_places_of_the_first(monkeypatch, one_rank):
+    reduce = dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda x, op, group, async_op: reduce(x, group=group, async_op=async_op))
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(ddp_handler=DistributedDataParallelKwargs()), callbacks=[],
+        args=SimpleNamespace(world_size=2, device=torch.device("cuda"), ddp_find_unused_parameters=True),
+    )  # fmt: skip
+    trainer.add_callback, trainer.remove_callback = trainer.callbacks.append, trainer.callbacks.remove
+
+    def known(buckets):
+        """Begin a training; return whether places are known before each of three backwards."""
+        buckets.on_train_begin(None, None, None)
+        found = []
+        for _ in range(3):
+            found.append(bool(buckets.places()))
+            backward(trainer.model_wrapped, random_ids())
+        return found
+
+    trainer.model_wrapped = tiny_model()
+    first = spare_copies_of_gradients(trainer, Replacements())
+    trainer.model_wrapped = DistributedDataParallel(tiny_model(), gradient_as_bucket_view=True)
+    assert known(first) == [False, False, True]  # DDP moves its buckets after the first
+    first.leave()
+    second = spare_copies_of_gradients(trainer, Replacements())
+    assert known(second) == [False, True, True]
+    trainer.model_wrapped = DistributedDataParallel(tiny_model(), gradient_as_bucket_view=True)
+    assert known(second) == [False, False, True]  # as where auto_find_batch_size wraps the model again
+    assert trainer.callbacks == [second]
+    second.leave()
+    assert not trainer.callbacks and not second.places()
 
 
 def test_checkpointed_layers_in_graphs_lose_no_bit():
