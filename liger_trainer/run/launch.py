@@ -167,13 +167,18 @@ def launch(launcher: list[str], arguments: list[str], use_cpu: bool = False) -> 
     if is_launched():
         raise ConfigError(f"arguments after --: this process was started by a launcher already; got {launcher}.")
     launcher = _as_asked(launcher, use_cpu)
+    import torch
+
+    # Where there is no GPU, accelerate makes no group of its processes unless the CPU is asked for: each would train by
+    # itself, in the same folder.
+    on_cpu = {} if torch.accelerator.device_count() else {"ACCELERATE_USE_CPU": "true"}
     # accelerate prints the command when a run fails, and `ps` shows it: secrets go by the environment.
     shown = [redact(word) for word in arguments]
     secret = {} if shown == arguments else {ARGUMENTS: json.dumps(arguments)}
     command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "-m", "liger_trainer", *shown]
     with TemporaryDirectory(prefix="liger-trainer-") as folder:
         ranks = Ranks(Path(folder))
-        environment = {**os.environ, **secret, LAUNCHED: f"{os.getpid()}:{folder}"}
+        environment = {**os.environ, **on_cpu, **secret, LAUNCHED: f"{os.getpid()}:{folder}"}
         with handling(lambda number, frame: ranks.send(number)):
             ranks.launcher = subprocess.Popen(command, env=environment, start_new_session=True)  # without our terminal
             # The launcher ends when one rank has; others may still be saving.

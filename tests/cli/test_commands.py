@@ -232,6 +232,19 @@ def test_a_launchers_command_line_holds_no_secret(launched, tmp_path, monkeypatc
     assert launching.given_by_launcher() is None, "the process's own children have their own"
 
 
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_processes_without_a_gpu_are_told_to_use_the_cpu(gpus, launched, monkeypatch):
+    """accelerate makes no group of them otherwise: each would train by itself."""
+    environments, popen = [], launching.subprocess.Popen
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus)
+    monkeypatch.setattr(
+        launching.subprocess, "Popen", lambda command, env, **more: (environments.append(env), popen(command, **more))
+    )
+    launched("run", "smollm2/sft_full", "--", "--num_processes", "2")
+    assert environments[0].get("ACCELERATE_USE_CPU") == (None if gpus else "true")
+
+
 def test_what_follows_two_dashes_goes_to_the_launcher(launched, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
