@@ -99,11 +99,11 @@ def test_a_run_or_an_adapter_whose_weights_are_gone(cli, tmp_path):
     done(cli("run", "sft.yaml", "use_peft=true", "lora_target_modules=[q_proj,v_proj]"))
     done(cli("eval", "out"))
     done(cli("merge", "out", "merged"))
-    lost = "base_model.model.model.layers.1.self_attn.q_proj.lora_B"
+    base, lost = tmp_path / "student", "base_model.model.model.layers.1.self_attn.q_proj.lora_B"
     change(tmp_path / "out", f"{lost}.weight")
     for command in (("eval", "out"), ("merge", "out", "again")):
-        refused(cli(*command), 2, "out has no weights for some layers of student", f"Missing: {lost}")
-    change(tmp_path / "student", HEAD)
+        refused(cli(*command), 2, f"for some layers of {base}", f"Missing: {lost}")
+    change(base, HEAD)
     refused(cli("merge", "out", "again"), 2, f"missing: {HEAD}")
 
 
