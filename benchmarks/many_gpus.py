@@ -150,13 +150,17 @@ def predict(case: Case, counts: Sequence[int], tiny: bool) -> list[Prediction]:
         case.config(tiny).save_pretrained("model")
         if case.teacher:
             case.config(tiny, teacher=True).save_pretrained("teacher")
-        spec = step_spec(run_config(case, tiny), length_of(case, tiny), padded=False, bf16=not tiny)
-        memory = simulate(spec)
-        if case.selective:
-            memory = _halfway(memory, simulate(replace(spec, checkpointing=None)))
-        flops = flops_of_token(case, tiny, memory.trainable)
+        memories: dict[bool, Any] = {}  # FSDP2 has another step than one process, the same on two GPUs and on eight
         for gpus in counts:
-            sharding = sharding_of(run_config(case, tiny, gpus))
+            config = run_config(case, tiny, gpus)
+            if (gpus > 1) not in memories:
+                spec = step_spec(config, length_of(case, tiny), padded=False, bf16=not tiny)
+                memories[gpus > 1] = simulate(spec)
+                if case.selective:
+                    other = simulate(replace(spec, checkpointing=None))
+                    memories[gpus > 1] = _halfway(memories[gpus > 1], other)
+            memory, sharding = memories[gpus > 1], sharding_of(config)
+            flops = flops_of_token(case, tiny, memory.trainable)
             parts, peak = sharding.per_process(memory)["optimizer"].parts, highest(memory, sharding)[1]
             held_mib = {part: parts[part] / MIB for part in PARTS if parts[part]}
             predictions.append(Prediction(case.name, gpus, peak.bytes / MIB, held_mib, flops))
