@@ -163,16 +163,16 @@ def predict(case: Case, gpus: int, tiny: bool) -> Prediction:
     from liger_trainer.tools.estimate.estimator import highest
     from liger_trainer.tools.estimate.step_spec import sharding_of
 
-    memory = _memory(case, tiny)
-    sharding = sharding_of(run_config(case, tiny, gpus))
+    config = run_config(case, tiny, gpus)
+    memory, sharding = _memory(case, gpus > 1, tiny), sharding_of(config)
     parts, peak = sharding.per_process(memory)["optimizer"].parts, highest(memory, sharding)[1]
     held_mib = {part: parts[part] / MIB for part in PARTS if parts[part]}
     return Prediction(case.name, gpus, peak.bytes / MIB, held_mib, flops_of_token(case, tiny, memory.trainable))
 
 
 @functools.cache
-def _memory(case: Case, tiny: bool) -> Any:
-    """Return what `estimate` predicts of one process that shares nothing out."""
+def _memory(case: Case, several: bool, tiny: bool) -> Any:
+    """Return what `estimate` predicts of a step on one GPU or several: under FSDP2 it is the same on two and eight."""
     from liger_trainer.tools.estimate.simulate import simulate
     from liger_trainer.tools.estimate.step_spec import step_spec
 
@@ -180,7 +180,8 @@ def _memory(case: Case, tiny: bool) -> Any:
         case.config(tiny).save_pretrained("model")
         if case.teacher:
             case.config(tiny, teacher=True).save_pretrained("teacher")
-        spec = step_spec(run_config(case, tiny), length_of(case, tiny), padded=False, bf16=not tiny)
+        config = run_config(case, tiny, 2 if several else 1)
+        spec = step_spec(config, length_of(case, tiny), padded=False, bf16=not tiny)
         memory = simulate(spec)
         return _halfway(memory, simulate(replace(spec, checkpointing=None))) if case.selective else memory
 

@@ -312,19 +312,20 @@ def test_nothing_is_left_behind():
 
 def test_shares_of_several_processes():
     memory = simulate(step())
-    plain = Sharding().per_process(memory)["optimizer"]
-    ddp = Sharding("DDP", 4, buckets=True).per_process(memory)["optimizer"]
-    assert ddp.bytes - plain.bytes == memory.trained_bytes
+    alone, ddp = (sharding.per_process(memory) for sharding in (Sharding(), Sharding("DDP", 4, buckets=True)))
+    plain = alone["optimizer"]  # in the loss there are no gradients yet, but their buckets
+    assert ddp["optimizer"].bytes == pytest.approx(plain.bytes, abs=BLOCK * 100)
+    assert ddp["loss"].bytes - alone["loss"].bytes == memory.trained_bytes
     zero = Sharding("ZeRO-1", 4, ("optimizer state",)).per_process(memory)["optimizer"]
     assert plain.bytes - zero.bytes == pytest.approx(0.75 * plain.parts["optimizer state"], abs=4)
-    whole = Sharding("FSDP", 4, ("student weights",), gathers=True).per_process(memory)["optimizer"].parts
+    whole = Sharding("FSDP", 4, ("student weights",), gathers=True).per_process(memory)["forward"].parts
     assert whole["gathered layers"] == 2 * memory.layer_bytes
     mixed = simulate(step(autocast=torch.bfloat16))
     assert memory.layer_bytes == 2 * mixed.layer_bytes and memory.head_bytes == 2 * mixed.head_bytes > 0
     for tied in (False, True):
         peaks = Sharding("FSDP", 4, gathers=True).per_process(dataclasses.replace(mixed, tied=tied))
         assert {name for name, peak in peaks.items() if "gathered head" in peak.parts} == (
-            {*peaks} if tied else {"loss"}
+            {"forward", "loss", "backward"} if tied else {"loss"}
         )
     assert mixed.peaks["forward"].parts["autocast copies"] > 0
     for sharding, copies in ((Sharding("FSDP", 4, gathers=True), False), (Sharding("DDP", 4, buckets=True), True)):
@@ -393,7 +394,15 @@ def test_the_command(project, capsys):
     assert found["graphs_mib"] and _json(capsys, "cuda_graphs=never")["graphs_mib"] is None
     always = _json(capsys, "cuda_graphs=always")
     assert always["parts_mib"]["CUDA graphs"] == pytest.approx(found["graphs_mib"]) == always["graphs_mib"]
-    assert _json(capsys, "accelerate_config=ddp")["graphs_mib"] is None
+    assert (
+        _json(capsys, "accelerate_config=ddp")["graphs_mib"]
+        and _json(capsys, "accelerate_config=fsdp2")["graphs_mib"] is None
+    )
+    auto = _json(capsys, "--gpu", "H100 80GB", "accelerate_config=auto", "num_processes=2")
+    assert auto["sharding"]["name"] == "DDP"
+    small = _json(capsys, "--gpu", "0.69GB", "accelerate_config=auto", "num_processes=2")
+    assert small["sharding"]["name"] == "FSDP"
+    assert "auto is FSDP2" in estimated(capsys, "--gpu", "0.69GB", "accelerate_config=auto", "num_processes=2")[1]
     assert "CUDA graphs keep" in estimated(capsys, "--gpu", "H100 80GB")[1]
 
 
@@ -443,3 +452,22 @@ def test_a_cache_of_hidden_states_takes_its_head_and_two_bytes_a_value(project, 
     assert wide["parts_mib"]["teacher weights"] == pytest.approx(2 * head / 2**20)
     missing = "teacher_model_name_or_path: missing, and no cache tells the width"
     assert missing in estimated(capsys, *HIDDEN)[2]
+
+
+def test_fsdp2_keeps_shares_in_fp32_and_computes_in_bf16():
+    """What lies in memory at the optimizer's step is fp32; the head's gradient and copies in the backward are bf16."""
+    bf16 = ModelSpec(config_of(**WIDE), torch.bfloat16)
+    spec = step(student=bf16, autocast=torch.bfloat16, shares=torch.float32)
+    sharding = Sharding("FSDP", 2, ("student weights", "gradients", "optimizer state"), gathers=True)
+    memory, whole = simulate(spec), simulate(step(autocast=torch.bfloat16))
+    ours, theirs = (m.peaks["optimizer"].parts for m in (memory, whole))
+    for part in ("student weights", "gradients", "optimizer state"):
+        assert ours[part] == pytest.approx(theirs[part], rel=0.01)
+    assert parts(memory, "loss")["loss"] < 0.8 * parts(whole, "loss")["loss"]
+    assert memory.computed_bytes == memory.trained_bytes // 2
+    peaks = sharding.per_process(memory)
+    assert peaks["backward"].parts["gathered gradients"] == 2 * memory.layer_bytes
+    kept = dataclasses.replace(sharding, accumulates=True).per_process(memory)["forward"].parts
+    assert kept["gathered gradients"] == memory.computed_bytes
+    lora = simulate(dataclasses.replace(spec, peft=LORA, shares=torch.bfloat16))
+    assert parts(lora, "loss")["student weights"] == pytest.approx(weights(spec), rel=0.01)

@@ -76,12 +76,15 @@ def gpu_named(name: str) -> Gpu:
 
 
 def present_gpu() -> Gpu | None:
-    """Return the first GPU that torch sees; None without one."""
+    """Return the GPU with the least memory that torch sees; None without one."""
     import torch
 
     if not torch.cuda.is_available():
         return None
-    properties = torch.cuda.get_device_properties(0)
+    properties = min(
+        (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())),
+        key=lambda device: device.total_memory,
+    )
     return Gpu(
         properties.name, properties.total_memory // 2**20, torch.cuda.is_bf16_supported(including_emulation=False)
     )
@@ -188,6 +191,15 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
         fits=fits,
         changes=changes,
     )
+
+
+def simulated(config: "RunConfig", bf16: bool) -> StepMemory:
+    """Return the memory of a configuration's step on GPUs with or without bf16.
+
+    Raises:
+        ConfigError: as `estimate` does.
+    """
+    return simulate(step_spec(config, *_longest(config, row_lengths(config)), bf16))
 
 
 def highest(memory: StepMemory, sharding: Sharding) -> tuple[str, Peak]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from peft import get_peft_model
 from torch import Tensor, nn
+from torch.nn import Parameter
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -40,6 +41,7 @@ from ...trainers.options import ALWAYS, NEVER
 from .memory_tracker import MemoryTracker, Peak
 from .stand_ins import as_bitsandbytes, attention, attention_mask, on_a_gpu, quantize
 
+GATHERED = "weights to gather"  # the whole of them, which no process ever has: Sharding counts the layers at work
 ATTENTION, BY_LENGTHS = "liger_trainer_without_data", "liger_trainer_without_data_by_lengths"
 
 
@@ -70,6 +72,9 @@ class StepSpec:
     teacher_records: Any = None  # the format of a teacher cache, which makes the records of a batch
     teaches_itself: bool = False  # the teacher is the student without its adapters
     remake_every: int = 0  # in every n-th decoder layer the MLP makes gate and up again; 0: in none
+    # FSDP2 computes with gathered copies of the student's weights, and keeps shares of them in this format, but in fp32
+    # of those that it trains; None without FSDP2
+    shares: torch.dtype | None = None
     quantises: bool = False  # linear layers hold quantised numbers, and their weights are kept too
     cuda_graphs: str = NEVER  # `auto`, `always` or `never`
     peft: Any = None  # configuration of the student's adapters
@@ -88,9 +93,10 @@ class StepSpec:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Peaks by phase, numbers of parameters, and bytes of the trained weights, and of the largest layer and the output
-    head in the format that they compute in; `tied`: the head is the embedding.
+    """Peaks by phase, numbers of parameters, bytes of the trained weights, and of what computes in the format in which
+    it does: the trained weights, the largest layer and the output head of the student and of the teacher.
 
+    tied: the head is the embedding.
     graphs_bytes: what CUDA graphs of the decoder layers keep besides the highest peak, since their memory is separate;
         None without graphs. Where they are recorded always, the peaks have it too.
     """
@@ -99,10 +105,13 @@ class StepMemory:
     parameters: int
     trainable: int
     trained_bytes: int
+    computed_bytes: int
     layer_bytes: int
     head_bytes: int
     tied: bool
     teacher_parameters: int
+    teacher_layer_bytes: int = 0
+    teacher_head_bytes: int = 0
     graphs_bytes: int | None = None
 
 
@@ -138,10 +147,13 @@ def simulate(spec: StepSpec) -> StepMemory:
         parameters=_numbers(student),
         trainable=sum(p.numel() for p in step.trained),
         trained_bytes=sum(p.nbytes for p in step.trained),
+        computed_bytes=sum(p.nbytes for p in step.kept),
         layer_bytes=_largest_layer(student, spec.autocast),
         head_bytes=_computed_bytes(base_of(student).get_output_embeddings(), spec.autocast),
         tied=base_of(student).get_output_embeddings().weight is base_of(student).get_input_embeddings().weight,
         teacher_parameters=0 if teacher is None else _numbers(teacher),
+        teacher_layer_bytes=0 if teacher is None else _largest_layer(teacher, spec.autocast),
+        teacher_head_bytes=0 if teacher is None else _computed_bytes(teacher.get_output_embeddings(), spec.autocast),
         graphs_bytes=graphs,
     )
 
@@ -187,10 +199,18 @@ class _TrainerSteps:
 
     def __init__(self, spec: StepSpec, student: Any, teacher: Any, tracker: MemoryTracker, resident: list[Tensor]):
         self.spec, self.student, self.teacher, self.tracker = spec, student, teacher, tracker
-        self.trained = [p for p in student.parameters() if p.requires_grad]
-        # By id: tensors compare by their numbers, of which there are none.
-        frozen = {id(p) for p in student.parameters()} - {id(p) for p in self.trained}
-        tracker.add((p for p in student.parameters() if id(p) in frozen), "student weights")
+        computed = [p for p in student.parameters() if p.requires_grad]
+        whole = {}
+        if spec.shares is not None:
+            whole = {p: Parameter(torch.empty_like(p, dtype=torch.float32)) for p in computed}
+            frozen = [torch.empty_like(p, dtype=spec.shares) for p in student.parameters() if not p.requires_grad]
+            tracker.add(student.parameters(), GATHERED)
+            tracker.add(frozen, "student weights")
+            self.frozen = frozen  # which keeps them
+        self.kept = {p: whole.get(p, p) for p in computed}  # by what computes, what the optimizer steps
+        self.trained = list(self.kept.values())
+        if spec.shares is None:
+            tracker.add((p for p in student.parameters() if not p.requires_grad), "student weights")
         tracker.add(self.trained, "adapter weights" if spec.peft is not None else "student weights")
         tracker.add(student.buffers(), "student weights")
         if teacher is not None:
@@ -202,7 +222,7 @@ class _TrainerSteps:
         self.resident = resident  # of a teacher cache
         tracker.add(resident, "teacher weights")
         self.used: set[Tensor] = set()
-        for parameter in self.trained:
+        for parameter in computed:
             parameter.register_post_accumulate_grad_hook(self._has_gradient)
         self.graphed = [model for model in (student, teacher) if model is not None and _has_graphs(model, spec)]
         for model in self.graphed:
@@ -213,8 +233,11 @@ class _TrainerSteps:
         self.optimizer = spec.optimizer([{"params": group} for group in groups if group])
 
     def _has_gradient(self, parameter: Tensor) -> None:
-        self.used.add(parameter)
-        self.tracker.add([parameter.grad], "gradients")  # pyright: ignore
+        kept = self.kept[parameter]
+        self.used.add(kept)
+        if kept is not parameter:  # summed up over the processes, each of which keeps its share
+            parameter.grad, kept.grad = None, torch.empty_like(kept)
+        self.tracker.add([kept.grad], "gradients")  # pyright: ignore
 
     def run(self) -> None:
         tracker = self.tracker

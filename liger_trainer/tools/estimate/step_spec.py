@@ -28,6 +28,7 @@ from ...teachers.cache.records import HiddenFormat, RecordFormat, TeacherHead
 from ...teachers.cache.store import HiddenSettings, read_index
 from ...trainers.options import AUTO, MEMORY, NEVER
 from .memory_tracker import Peak
+from .simulate import GATHERED as WHOLE
 from .simulate import ModelSpec, StepMemory, StepSpec
 from .stand_ins import MomentsOptimizer
 
@@ -38,18 +39,26 @@ if TYPE_CHECKING:
 
 # What one of several processes holds: DDP's buckets, and its shares under ZeRO and FSDP.
 WEIGHTS = ("student weights", "adapter weights", "teacher weights")
-GATHERED = 2  # layers with all their weights at one time: one computes, the next is being gathered
+# Layers whose weights FSDP has whole at one time: one computes, the next is gathered; and as many layers' gradients:
+# one's are summed up over the processes, the next one's are computed.
+GATHERED = 2
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The number of processes, the parts that they share, and whether DDP keeps buckets of gradients."""
+    """The number of processes, the parts that they share, and whether gradients lie in DDP's buckets."""
 
     name: str = "one process"
     processes: int = 1
     shared: tuple[str, ...] = ()
     gathers: bool = False
     buckets: bool = False
+    accumulates: bool = False  # micro-batches are added up before the processes' gradients are
+
+    @property
+    def moves(self) -> bool:
+        """Whether weights are not where one process has them."""
+        return self.processes > 1 and not self.buckets
 
     def per_process(self, memory: StepMemory) -> dict[str, Peak]:
         """Return the peaks of one process."""
@@ -58,14 +67,30 @@ class Sharding:
     def _share(self, phase: str, peak: Peak, memory: StepMemory) -> Peak:
         parts = Counter({p: n // self.processes if p in self.shared else n for p, n in peak.parts.items()})
         if self.gathers:
-            parts["gathered layers"] = GATHERED * memory.layer_bytes
-            # as the embedding, it is kept from the first layer's pass to its backward
-            if phase == "loss" or memory.tied:
-                parts["gathered head"] = memory.head_bytes
-            del parts["autocast copies"]  # a layer is gathered in the format that it computes in
-        if self.buckets:
+            parts += self._gathered(phase, memory)
+            # a layer is gathered in the format that it computes in
+            del parts["autocast copies"], parts[WHOLE]
+        if self.buckets:  # of which gradients are views, and which stay through the whole step
+            del parts["gradients"]
             parts["gradient buckets"] = memory.trained_bytes
         return Peak(parts.total(), parts)
+
+    def _gathered(self, phase: str, memory: StepMemory) -> Counter[str]:
+        """Return what a process has whole in a phase, besides its shares."""
+        if phase == "optimizer":
+            return Counter()
+        layer = memory.teacher_layer_bytes if phase == "teacher" else memory.layer_bytes
+        parts = Counter({"gathered layers": GATHERED * layer})
+        # as the embedding, it is kept from the first layer's pass to its backward
+        if phase == "loss" or (memory.tied and phase != "teacher"):
+            parts["gathered head"] = memory.head_bytes
+        if phase in ("loss", "teacher"):
+            parts["gathered head"] += memory.teacher_head_bytes
+        if phase == "backward":
+            parts["gathered gradients"] = min(GATHERED * memory.layer_bytes, memory.computed_bytes)
+        if self.accumulates:  # accelerate's no_sync: until the last micro-batch they are not shared out
+            parts["gathered gradients"] = memory.computed_bytes
+        return parts
 
 
 def sharding_of(config: "RunConfig") -> Sharding:
@@ -85,7 +110,11 @@ def sharding_of(config: "RunConfig") -> Sharding:
         return _zero(int((file.get("deepspeed_config") or {}).get("zero_stage", 0)), processes)
     # FSDP of one process gathers nothing.
     if kind == "FSDP" or config["fsdp"]:
-        return Sharding("FSDP", processes, (*WEIGHTS, "gradients", "optimizer state"), gathers=processes > 1)
+        accumulates = processes > 1 and config["gradient_accumulation_steps"] > 1
+        # accelerate leaves out packed weights: their numbers are no floats, which FSDP2 shards
+        packed = config["load_in_4bit"] or config["load_in_8bit"]
+        shared = (*(WEIGHTS[1:] if packed else WEIGHTS), "gradients", "optimizer state")
+        return Sharding("FSDP", processes, shared, gathers=processes > 1, accumulates=accumulates)
     return Sharding("DDP", processes, buckets=True) if processes > 1 else Sharding()
 
 
@@ -228,8 +257,13 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
     by_lengths = merged and config["attention"] == AUTO and student.attention in (None, "sdpa", "eager")
     causal = config["attention"] == AUTO and student.attention in (None, "sdpa")  # padding is behind what is read
     masked = merged if packed else padded and rows > 1 and not causal
+    autocast = _autocast(config, bf16)
+    sharding, shares = sharding_of(config), None
+    if sharding.name == "FSDP" and sharding.gathers and student.bits is None and autocast is not None:
+        student, shares = replace(student, dtype=autocast), student.dtype
     return StepSpec(
         student=student,
+        shares=shares,
         # documents that attention reads by their lengths take what as many rows without padding take
         rows=1 if merged and not by_lengths else rows,
         length=longest * rows if merged and not by_lengths else longest,
@@ -241,8 +275,8 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         teacher_records=records,
         teaches_itself=distils and args.teacher == "self",
         quantises=args.qat is not None,
-        # `auto` leaves several processes without graphs
-        cuda_graphs=NEVER if graphs == AUTO and sharding_of(config).processes > 1 else graphs,
+        # FSDP and ZeRO move weights, so that `auto` records no graphs
+        cuda_graphs=NEVER if graphs == AUTO and sharding.moves else graphs,
         peft=get_peft_config(config.model_args()),
         patch=PatchOptions.of(config["liger_kernel_config"]),
         remake_every=MEMORY[config["memory"]],
@@ -251,7 +285,7 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
             dft=args.loss_type == "dft",
             distillation=args.distillation() if distils else None,
         ),
-        autocast=_autocast(config, bf16),
+        autocast=autocast,
         checkpointing=(args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None,
         max_grad_norm=args.max_grad_norm,
     )
@@ -276,6 +310,7 @@ def _training_args(config: "RunConfig") -> Any:
     here = {
         "bf16": False, "fp16": False, "tf32": None, "deepspeed": None, "fsdp": None,
         "fsdp_config": None, "bf16_full_eval": False, "fp16_full_eval": False,
+        "use_cpu": True,  # on a GPU, arguments make a context there, which a launcher would keep through the training
     }  # fmt: skip
     here = {key: value for key, value in here.items() if key in config.values}
     settings = {**config.settings, **{key: Setting(value, "estimate") for key, value in here.items()}}
