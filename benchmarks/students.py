@@ -3,6 +3,8 @@ depth and width, smaller, and quantised students. docs/results/students-<device>
 
     python -m benchmarks.students --train-seconds 60 --seconds 560
     python -m benchmarks.students --ways one_stage on_policy --seeds 0    # adds to what the .json has
+    python -m benchmarks.students --ways one_stage on_policy mixed prefix tuned_first distilled_first --together \
+        --train-seconds 290 --seconds 530 --name whose-completions
     python -m benchmarks.students --ways one_stage on_policy --together --train-seconds 600 --name students-10-minutes
     python -m benchmarks.students --page                                   # writes the page again from the .json
 
@@ -38,6 +40,7 @@ from .report import join_versions, provenance, slug, table, without_output, writ
 CONFIG, TEACHER = "smollm2/distill_layerdrop", "demo:smollm2-135m-instruct"
 PACKAGES = ("torch", "triton", "transformers", "trl")
 WARMUP = 0.05  # share of a training's time in which the learning rate rises
+LENGTHENING = 0.6  # share of it in which completions become longer
 PREPARING, MEASURING = 90.0, 60.0  # seconds, about: before a wave's trainings, and after them
 LOSING_LAYERS = "~keep_every_nth_layer"
 METRICS = {
@@ -98,6 +101,11 @@ class Way:
         rows: what it trains on: "docstrings", or "answers", which the teacher wrote.
         use: settings of its training that its measurement needs too.
         base: the way that it is compared with.
+        first: settings of a run before, from which it goes on; empty: there is none.
+        first_share: of the time that the run before has. What the second takes to load is in the time too, so that all
+            trainings end at one moment.
+        first_tokens: of a completion at first; their number grows with the time, until LENGTHENING of it is over, as a
+            schedule of max_completion_length grows with the steps.
     """
 
     title: str
@@ -106,15 +114,30 @@ class Way:
     rows: str = "docstrings"
     use: tuple[str, ...] = ()
     base: str = ""
+    first: tuple[str, ...] = ()
+    first_share: float = 0.5
+    first_tokens: int | None = None
 
 
 BASE = "one_stage"
 FINE_TUNING = ("recipe=sft", "~teacher_model_name_or_path", "~beta")
-ON_POLICY = ("beta=1.0", "lmbda=1.0", "max_completion_length=48")
+ON_POLICY = ("beta=1.0", "lmbda=1.0", "max_completion_length=96")
+LATER = (*ON_POLICY, "learning_rate=2e-4")  # a fifth of the first run's
 # To compare another way, add it here.
 WAYS = {
     BASE: Way("one stage: forward KL on the docstrings"),
     "on_policy": Way("on-policy only: reverse KL", ON_POLICY, base=BASE),
+    "prefix": Way(
+        "on-policy only, from 16 tokens to 96 in the first 60 % of the time",
+        ON_POLICY,
+        base="on_policy",
+        first_tokens=16,
+    ),
+    "mixed": Way("half of the batches on-policy: JSD", (*ON_POLICY, "beta=0.5", "lmbda=0.5"), base=BASE),
+    "tuned_first": Way("half of the time fine-tuned, then on-policy", LATER, base=BASE, first=FINE_TUNING),
+    "distilled_first": Way(
+        "half of the time forward KL on the docstrings, then on-policy", LATER, base=BASE, first=("beta=0.0",)
+    ),
     "answers": Way("data from the teacher: the docstrings' prompts, its answers", rows="answers", base=BASE),
     "both": Way("depth and width: 2/3 of the layers, 2/3 of their units", student="both", base=BASE),
     **{
@@ -147,19 +170,25 @@ class Setup:
             "cuda_graphs=never", *self.overrides,
         ]  # fmt: skip
 
-    def settings(self, way: str, seed: int) -> list[str]:
-        """Return what a training has over the configuration. Its own measurements are short: all students are measured
-        alike afterwards."""
-        run = [
-            f"seed={seed}", f"output_dir={self.folder / 'runs' / f'{way}-{seed}'}", "max_steps=1000000",
-            "logging_steps=10", "max_eval_rows=8", "num_sample_completions=0",
-        ]  # fmt: skip
+    def runs(self, way: str, seed: int) -> list[tuple[float, list[str]]]:
+        """Return the runs of a training, mostly one: until which share of its time each has, and what it has over the
+        configuration. Their own measurements are short: all students are measured alike afterwards."""
         chosen, student = WAYS[way], STUDENTS[WAYS[way].student]
+        where = self.folder / "runs" / f"{way}-{seed}"
+        common = [
+            *self.common(chosen.rows), f"seed={seed}", "max_steps=1000000", "logging_steps=10", "max_eval_rows=8",
+            "num_sample_completions=0",
+        ]  # fmt: skip
         if student.width == 1:
             start = [f"model_name_or_path={self.teacher}", *student.settings(self.layers)]
         else:
             start = [f"model_name_or_path={self.folder / 'students' / chosen.student}", LOSING_LAYERS]
-        return [*self.common(chosen.rows), *run, *start, *chosen.settings, *chosen.use]
+        runs: list[tuple[float, list[str]]] = []
+        if chosen.first:
+            first = f"{where}-first"
+            runs = [(chosen.first_share, [*common, f"output_dir={first}", *start, *chosen.first])]
+            start = [f"model_name_or_path={first}", LOSING_LAYERS]
+        return [*runs, (1.0, [*common, f"output_dir={where}", *start, *chosen.settings, *chosen.use])]
 
 
 # What a process does
@@ -173,14 +202,18 @@ def learning_rate_at(share: float) -> float:
 
 
 class ByTime(TrainerCallback):
-    """Ends a training after so many seconds, which the learning rate follows. The clock starts with the first step.
+    """Ends a run after so many seconds, which the learning rate follows. The clock starts with the first step.
 
     Args:
         wait: called before, so that all trainings start at once.
+        start: when the training's clock has started, of a run that is not its first; 0: with this run.
+
+    Attributes:
+        start: the same, once the run has begun.
     """
 
-    def __init__(self, seconds: float, wait: Callable[[], None]):
-        self.seconds, self.wait, self.began = seconds, wait, 0.0
+    def __init__(self, seconds: float, wait: Callable[[], None], start: float = 0.0):
+        self.seconds, self.wait, self.start, self.began = seconds, wait, start, 0.0
 
     def share(self) -> float:
         return (time.monotonic() - self.began) / self.seconds if self.began else 0.0
@@ -191,12 +224,27 @@ class ByTime(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if not self.began:
-            self.wait()
+            if not self.start:
+                self.wait()
             self.began = time.monotonic()
+            self.start = self.start or self.began
+            self.seconds = max(1e-3, self.seconds - (self.began - self.start))  # one step, where no time is left
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.share() >= 1:
             control.should_training_stop = True
+
+
+class Longer(TrainerCallback):
+    """Has a trainer sample longer completions with the time of a clock, from `first` tokens on."""
+
+    def __init__(self, trainer: Any, clock: ByTime, first: int):
+        self.trainer, self.clock, self.first, self.last = trainer, clock, first, trainer.max_completion_length
+        trainer.max_completion_length = first
+
+    def on_step_end(self, args, state, control, **kwargs):
+        share = min(1.0, self.clock.share() / LENGTHENING)
+        self.trainer.max_completion_length = math.ceil(self.first + (self.last - self.first) * share)
 
 
 class StudentWorker:
@@ -259,7 +307,6 @@ class StudentWorker:
         `together`: how many trainings wait for each other before their first step.
         """
         from liger_trainer.config.run_config import load_run_config
-        from liger_trainer.recipes import distill, sft
 
         def wait() -> None:
             (setup.folder / f"ready-{way}-{seed}").touch()
@@ -267,24 +314,19 @@ class StudentWorker:
             while len(list(setup.folder.glob("ready-*"))) < together and time.monotonic() < until:
                 time.sleep(0.02)
 
-        config = load_run_config(CONFIG, setup.settings(way, seed), exact=True)
-        recipe = {"sft": sft, "distill": distill}[config.recipe]
-        load = recipe.load_trainer
-
-        def load_trainer(*args: Any, **kwargs: Any) -> Any:
-            trainer = load(*args, **kwargs)
-            trainer.add_callback(ByTime(setup.seconds, wait))
-            return trainer
-
+        start, facts, output = 0.0, dict[str, Any](), Path()
         try:
-            with mock.patch.object(recipe, "load_trainer", load_trainer):
-                recipe.main(config.on_this_machine())
+            for until, settings in setup.runs(way, seed):
+                config = load_run_config(CONFIG, settings, exact=True)
+                clock = ByTime(setup.seconds * until, wait, start)
+                run_by_clock(config, clock, WAYS[way].first_tokens)
+                start, output = clock.start, Path(config["output_dir"])
+                training = json.loads((output / "metrics.json").read_text())["training"]
+                facts = {key: facts.get(key, 0) + training[key] for key in ("steps", "tokens", "seconds")}
+                facts |= {key: training[key] for key in ("parameters", "peak_memory_mib")}
+                release_memory()
         finally:  # the others do not wait for one that fails
             (setup.folder / f"ready-{way}-{seed}").touch()
-        release_memory()
-        output = Path(config["output_dir"])
-        training = json.loads((output / "metrics.json").read_text())["training"]
-        facts = {key: training[key] for key in ("parameters", "steps", "tokens", "seconds", "peak_memory_mib")}
         return {"held_out": self.measure(setup, way, str(output)), **facts, "neighbours": together - 1}
 
     def measure(self, setup: Setup, way: str, student: str) -> dict[str, float]:
@@ -294,6 +336,24 @@ class StudentWorker:
         where = [f"model_name_or_path={student}", LOSING_LAYERS, f"max_eval_rows={setup.rows}"]
         metrics = evaluate(subject_of(CONFIG, [*setup.common("docstrings"), *where, *WAYS[way].use])).metrics
         return {name: metrics[name] for name in METRICS if name in metrics}
+
+
+def run_by_clock(config: Any, clock: ByTime, first_tokens: int | None) -> None:
+    """Run a configuration's recipe until the time is over."""
+    from liger_trainer.recipes import distill, sft
+
+    recipe = {"sft": sft, "distill": distill}[config.recipe]
+    load = recipe.load_trainer
+
+    def load_trainer(*args: Any, **kwargs: Any) -> Any:
+        trainer = load(*args, **kwargs)
+        trainer.add_callback(clock)
+        if first_tokens is not None:
+            trainer.add_callback(Longer(trainer, clock, first_tokens))
+        return trainer
+
+    with mock.patch.object(recipe, "load_trainer", load_trainer):
+        recipe.main(config.on_this_machine())
 
 
 # Running
@@ -358,7 +418,11 @@ def run(options: argparse.Namespace, setup: Setup, record: Record) -> None:
     tasks |= {name: ("measure", setup, name, setup.teacher) for name, way in WAYS.items() if way.use and way in ways}
     if not options.tiny:  # so that the kernels are compiled before all trainings ask for them at once
         short = replace(setup, seconds=min(4.0, setup.seconds), rows=16)
-        tasks |= {f"warm-{way}": ("train", short, way, 1000, 1) for way in (BASE, "tuned_0.5") if WAYS[way] in ways}
+        tasks |= {
+            f"warm-{way}": ("train", short, way, 1000, 1)
+            for way in (BASE, "tuned_0.5", "on_policy")
+            if WAYS[way] in ways
+        }
     together("before", tasks, record, options.tiny, min(deadline, time.monotonic() + PREPARING))
     for wave in waves:
         if time.monotonic() + 0.9 * (options.train_seconds + MEASURING) > deadline:

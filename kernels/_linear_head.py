@@ -322,7 +322,16 @@ class Operands(NamedTuple):
 
 
 class TermGradients:
-    """d loss / d (x, w) of one product x @ w.T; see `HeadGradients`."""
+    """d loss / d (x, w) of one product x @ w.T; see `HeadGradients`.
+
+    Args:
+        needs: whether the gradients of x and of w are needed.
+        vocab: rows of w that are tokens; those beyond are padding.
+        wide: a dtype in which dw is added up where it is wider than w's.
+        overwrite: dx is written into x's own memory, which nothing reads after that.
+        rounded_in_place: dx is added up in fp32, and the front half of that memory then becomes dx in x's dtype. Not
+            together with `overwrite`: the losses refuse overwrite_hidden where they recompute.
+    """
 
     def __init__(
         self, x: Tensor, w: Tensor, needs: tuple[bool, bool], rows: Rows, vocab: int, alpha: float,
@@ -332,8 +341,6 @@ class TermGradients:
         self._x_sum = self.x = self.w = None
         if needs[0]:
             over = overwrite and rows.index is None  # else the gradient has fewer rows than the hidden states
-            # rounded_in_place: fp32 sums, whose front half becomes the gradient. Never with overwrite: the loss
-            # refuses with recompute.
             dtype = stats_dtype(x.dtype) if rounded_in_place else x.dtype
             self.x = x.detach() if over else torch.empty(rows.count, x.shape[1], dtype=dtype, device=x.device)
         if needs[1]:

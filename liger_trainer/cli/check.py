@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 
 def validate(config: Config, overrides: Overrides = None) -> None:
     """Check a configuration and the paths in it. Show every mistake at once, with its line. Load no model, no data."""
+    from ..config.check import not_installed
     from ..config.run_config import load_run_config
 
     # Not `exact`: TRL is imported only if something seems wrong.
     found = load_run_config(config, overrides or [], paths=True)
     show_notices(found)
+    # No mistakes: another machine may train.
+    for key, missing in not_installed(found.values):
+        typer.echo(f"liger-trainer: note: {found.error(key, missing)}", err=True)
     given = sum(found.given(key) for key in found.settings)
     typer.echo(f"{found.source} is valid: recipe {found.recipe}, {given} settings.")
 

@@ -1,9 +1,12 @@
 """`ls`, `cat`, `cp` and `new`: the built-in configurations, and how to write another."""
 
+import csv
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -186,8 +189,8 @@ def new(
     text = configuration(file, purpose, model, teacher, method, data)
     from ..config.run_config import check_text
 
-    # Answers may be wrong, such as a teacher that is no text: nothing is written then.
-    check_text(text, str(file))
+    # Answers may be wrong, such as a teacher that is no text or a file that is not there: nothing is written then.
+    check_text(text, str(file), paths=True)
     write_new(file, text, force)
     typer.echo(f"Wrote {file}. Next:")
     for command, what in (
@@ -225,6 +228,8 @@ def configuration(file: Path, purpose: Purpose, model: str, teacher: str | None,
     large = billions(model) >= (LARGE_LORA if adapters else LARGE_FULL)
     # As in the built-in configurations of models of that size.
     rate = ("1e-4" if large else "2e-4") if adapters else ("1e-5" if large else "2e-5")
+    max_length = 2048 if distils else 4096
+    pace = pace_of(data, max_length)
     # By hand, since a YAML writer drops comments.
     lines = [
         f"# {what}: {METHODS[method]}",
@@ -238,9 +243,10 @@ def configuration(file: Path, purpose: Purpose, model: str, teacher: str | None,
         *(["load_in_4bit: true   # takes bitsandbytes"] if method is Method.qlora else []),
         "",
         f"dataset_name: {inline(data)}",
-        "# assistant_only_loss: true   # of chats, learn the answers alone",
-        f"max_length: {2048 if distils else 4096}",
-        "packing: true   # rows are filled up to max_length, and documents do not see one another",
+        "# assistant_only_loss: true   # of chats, learn only the answers; with most chat templates this takes",
+        "# supervised_part: content    # ... this too, since they do not mark what an answer is",
+        f"max_length: {max_length}",
+        f"packing: {_PACKED if pace.packing else _NOT_PACKED}",
         "max_eval_rows: 100",
         "",
         *(
@@ -248,9 +254,9 @@ def configuration(file: Path, purpose: Purpose, model: str, teacher: str | None,
             if distils
             else []
         ),
-        "num_train_epochs: 1   # or max_steps",
-        "per_device_train_batch_size: 2",
-        "gradient_accumulation_steps: 8",
+        f"num_train_epochs: {pace.epochs}   # or max_steps{pace.told}",
+        f"per_device_train_batch_size: {ROWS}",
+        f"gradient_accumulation_steps: {pace.accumulation}",
         f"learning_rate: {rate}",
         "lr_scheduler_type: cosine",
         "warmup_steps: 0.03   # of all steps",
@@ -260,6 +266,85 @@ def configuration(file: Path, purpose: Purpose, model: str, teacher: str | None,
         "save_total_limit: 2",
     ]
     return "\n".join(lines) + "\n"
+
+
+_PACKED = "true   # rows are filled up to max_length, and documents do not see one another"
+_NOT_PACKED = "false   # true fills rows up to max_length, which leaves too few of these for an epoch"
+
+
+# How long to train on few rows. An epoch of one step teaches nothing, and in it the warmup's rate is still 0.
+ROWS, ACCUMULATION, EPOCHS = 2, 8, 3  # rows of a micro-batch; the most of the others
+ENOUGH, IN_ALL = 50, 100  # steps of an epoch, and of a run, that are aimed at
+BYTES_A_TOKEN = 4  # of JSON, English and code, roughly
+TOO_LARGE = 200_000_000  # bytes of data that are surely enough
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What of a configuration follows from how many rows there are; `told` says what it comes to."""
+
+    packing: bool = True
+    accumulation: int = ACCUMULATION
+    epochs: int = 1
+    told: str = ""
+
+
+def pace_of(data: str, max_length: int) -> Pace:
+    """Return the pace for the rows in a local file or folder; the usual one where they are not counted."""
+    counted = _count(Path(data).expanduser())
+    if counted is None:
+        return Pace()
+    rows, tokens = counted
+    packed = tokens // max_length
+    packing = packed >= ROWS * ENOUGH
+    sequences = packed if packing else rows
+    accumulation = min(max(sequences // (ROWS * ENOUGH), 1), ACCUMULATION)
+    steps = math.ceil(sequences / (ROWS * accumulation))
+    epochs = min(max(math.ceil(IN_ALL / max(steps, 1)), 1), EPOCHS)
+    return Pace(packing, accumulation, epochs, f"; {rows:,} rows make about {steps * epochs:,} steps on one GPU")
+
+
+def _count(path: Path) -> tuple[int, int] | None:
+    """Return the rows and about the tokens of local data; None where it is large, or of a kind that is not counted."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else []
+    if sum(file.stat().st_size for file in files) > TOO_LARGE:
+        return None
+    counts = [_COUNTS[file.suffix](file) for file in files if file.suffix in _COUNTS]
+    if not counts:
+        return None
+    return sum(rows for rows, _ in counts), sum(size for _, size in counts) // BYTES_A_TOKEN
+
+
+def _count_lines(path: Path) -> tuple[int, int]:
+    content = path.read_bytes()
+    return sum(bool(line.strip()) for line in content.split(b"\n")), len(content)
+
+
+def _count_json(path: Path) -> tuple[int, int]:
+    try:
+        rows = json.loads(path.read_bytes())
+    except ValueError:  # JSON lines by another name
+        return _count_lines(path)
+    return (len(rows) if isinstance(rows, list) else 1), path.stat().st_size
+
+
+def _count_csv(path: Path) -> tuple[int, int]:
+    try:
+        with path.open(encoding="utf-8", errors="replace", newline="") as file:
+            return max(sum(1 for _ in csv.reader(file)) - 1, 0), path.stat().st_size
+    except csv.Error:  # such as a field that is very long; a run says what is wrong
+        return _count_lines(path)
+
+
+def _count_parquet(path: Path) -> tuple[int, int]:
+    from pyarrow import parquet
+
+    facts = parquet.read_metadata(path)
+    # Before compression, as text would be.
+    return facts.num_rows, sum(facts.row_group(i).total_byte_size for i in range(facts.num_row_groups))
+
+
+_COUNTS = {".jsonl": _count_lines, ".json": _count_json, ".csv": _count_csv, ".parquet": _count_parquet}
 
 
 _ADAPTERS = (

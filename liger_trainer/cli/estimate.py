@@ -74,6 +74,11 @@ def _print(found: "Estimate") -> None:
     # Where they are always recorded, they are part of the peak.
     if found.graphs_mib is not None and "CUDA graphs" not in found.parts_mib:
         console.print(f"CUDA graphs keep {found.graphs_mib:,.0f} MiB more, where the GPU has them free.")
+    if found.sampling_mib is not None:
+        console.print(
+            f"While completions are sampled: {found.sampling_mib:,.0f} MiB, with {found.kept_mib:,.0f} of keys and "
+            "values of all rows; where less is free, fewer rows are completed at once."
+        )
     _print_amounts(console, found)
     _print_verdict(console, found)
 

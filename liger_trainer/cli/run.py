@@ -68,10 +68,9 @@ def _start(config: str, overrides: list[str], command: list[str], launcher: list
     from ..run.launch import launch, launcher_arguments
 
     checked = load_run_config(config, overrides)
-    # transformers looks when it makes the trainer: after the weights were loaded.
-    missing = not_installed(checked["report_to"])
-    if missing is not None:
-        raise checked.error("report_to", missing)
+    # transformers looks when it loads the weights, or makes the trainer.
+    for key, missing in not_installed(checked.values):
+        raise checked.error(key, missing)
     if checked["accelerate_config"] == CHOSEN and not is_launched():
         if launcher:
             raise checked.error(

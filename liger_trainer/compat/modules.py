@@ -55,6 +55,11 @@ def is_of_deepspeed(hook: Any) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")
 
 
+def is_of_fsdp2(hook: Any) -> bool:
+    """Whether FSDP2 has made a hook around a module's forward: those of its state keep the name of their module."""
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp.")
+
+
 def is_hooked_by_deepspeed(module: nn.Module) -> bool:
     """Whether DeepSpeed has put a hook before a module's forward."""
     return any(map(is_of_deepspeed, module._forward_pre_hooks.values()))

@@ -1,6 +1,7 @@
 """Checks a configuration as a whole: names, types, what is missing, what does not go together. All findings at once."""
 
 import difflib
+import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from ..secrets import SECRET
 from .conflicts import CALLED, FORMER, GONE, REFUSED, REMOVED, SHARDED, TWO_STAGES, conflicts, notices, renamed
 from .run_options import RECIPES
 from .schema import Schema
-from .yaml_reader import COMMAND_LINE, DROPPED, Finding, Setting, parse_overrides, read_settings
+from .yaml_reader import COMMAND_LINE, DROPPED, Finding, Setting, inline, parse_overrides, read_settings
 
 RECIPE_DEFAULT = "recipe default"
 
@@ -349,11 +350,35 @@ def unknown_tracker(report_to: Any) -> str | None:
     return None
 
 
-def not_installed(report_to: Any) -> str | None:
-    """Say which tracker that is asked for is not installed; None if all are."""
-    for name in tracker_names(report_to):
+# The package that a value needs, one of those named.
+_BY_VALUE: dict[tuple[str, Any], tuple[str, ...]] = {
+    ("load_in_4bit", True): ("bitsandbytes",),
+    ("load_in_8bit", True): ("bitsandbytes",),
+    ("teacher_load_in_4bit", True): ("bitsandbytes",),
+    ("teacher_load_in_8bit", True): ("bitsandbytes",),
+    # transformers falls back to the hub's kernels
+    ("attn_implementation", "flash_attention_2"): ("flash-attn", "kernels"),
+    ("attn_implementation", "flash_attention_3"): ("flash-attn-3", "kernels"),
+}
+
+
+def not_installed(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keys whose values need a package that is not installed, each with what to do about it."""
+    for name in tracker_names(values["report_to"]):
         for modules in TRACKERS[name]:
             if not any(importlib.util.find_spec(module) for module in modules):
                 advice = f"pip install {modules[0].replace('_', '-')}, or report_to=none"
-                return f"{name} needs {modules[0]}, which is not installed: {advice}."
-    return None
+                yield "report_to", f"{name} needs {modules[0]}, which is not installed: {advice}."
+    for (key, value), packages in _BY_VALUE.items():
+        if values.get(key) == value and not any(map(_has, packages)):
+            needed = " or ".join(packages)
+            yield key, f"{inline(value)} needs {needed}, which is not installed: pip install {packages[0]}."
+
+
+def _has(package: str) -> bool:
+    # By the package's record: a folder called `kernels`, such as ours, could be imported under that name.
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -7,6 +7,7 @@ neither torch nor TRL.
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -24,6 +25,15 @@ from .yaml_reader import Finding, Setting, in_order
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, SFTConfig
+
+
+# What other libraries call a key in their errors.
+_CALLED_OTHERWISE = {
+    "flashattention": ("attn_implementation",),
+    "bitsandbytes": ("load_in_4bit", "load_in_8bit"),
+    "target modules": ("lora_target_modules",),
+}
+_NO_WORDS = ("bf16", "fp16", "tf32", "optim")
 
 
 @dataclass(frozen=True)
@@ -93,12 +103,31 @@ class RunConfig:
         """Turn what TRL, transformers or peft say about unsuitable settings into a ConfigError."""
         try:
             yield
-        except LigerTrainerError:
+        except LigerTrainerError as error:
+            key, _, rest = str(error).partition(": ")
+            # Our trainers begin with the key, and do not know in which file it stands.
+            if type(error) is ConfigError and key in self.settings and rest:
+                raise self.error(key, rest) from error
             raise
         except (ValueError, TypeError, ImportError, RuntimeError, OSError) as error:  # no tracker; the hub, for a push
             if type(error).__name__ == "OutOfMemoryError":  # torch's, a RuntimeError too
                 raise
+            key = self.named_in(str(error))
+            if key is not None:
+                raise self.error(key, f"{who} refuses this: {error}") from error
             raise ConfigError(f"{self.source}: {who} refuses these settings: {error}") from error
+
+    def named_in(self, message: str) -> str | None:
+        """Return the key of this configuration that another library's error is about; None if it names none."""
+        found: dict[str, int] = {}  # where in the message
+        for key in filter(self.given, self.settings):
+            names = [word for word, keys in _CALLED_OTHERWISE.items() if key in keys and self[key]]
+            # A key without an underscore, such as `packing` or `seed`, may be a word of the sentence.
+            names += [key] if "_" in key or key in _NO_WORDS else []
+            places = [place.start() for name in names if (place := re.search(rf"\b{name}", message, re.I))]
+            if places:
+                found[key] = min(places)
+        return min(found, key=found.__getitem__, default=None)
 
     def training_args(self) -> "SFTConfig":
         """LigerConfig or LigerDistillConfig, from the keys that were set.

@@ -9,6 +9,7 @@ price of importing them.
 import importlib.resources
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -159,5 +160,16 @@ def find_config(name: str) -> tuple[str, str]:
     wanted = name.removesuffix(".yaml").removesuffix(".yml")
     if wanted in known:
         return known[wanted].read_text(encoding="utf-8"), f"{wanted}.yaml"
-    hint = did_you_mean(wanted, known) or " `liger-trainer ls` lists the built-in ones."
+    hint = _meant(path, wanted, known) or " `liger-trainer ls` lists the built-in ones."
     raise ConfigError(f"{name}: neither a file nor a built-in configuration.{hint}")
+
+
+def _meant(path: Path, wanted: str, known: Iterable[str]) -> str:
+    """Say which file in the folder, or which built-in configuration, has nearly that name."""
+    here = {str(file): file.name for file in path.parent.glob("*.y*ml")} if path.parent.is_dir() else {}
+    local = did_you_mean(path.name, here.values()) or did_you_mean(f"{path.name}.yaml", here.values())
+    if local:
+        return local if path.parent == Path() else local.replace("mean ", f"mean {path.parent}/")
+    # `qwen3/sft_lora` is all of a name but the size.
+    of_sizes = [name for name in known if name.startswith(f"{wanted}_")]
+    return f" Did you mean {' or '.join(of_sizes)}?" if of_sizes else did_you_mean(wanted, known)

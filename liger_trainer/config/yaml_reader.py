@@ -171,7 +171,9 @@ def read_settings(text: str, label: str) -> ParsedSettings:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{label}:{mark.line + 1}:{mark.column + 1}" if mark else f"{label}:1"
-        raise ConfigError(f"{place}: {error.problem or 'not valid YAML'}.") from None
+        problem = error.problem or "not valid YAML"
+        problem = "a tab stands here; YAML is indented with spaces" if r"'\t'" in problem else problem
+        raise ConfigError(f"{place}: {problem}.") from None
     except yaml.reader.ReaderError as error:
         # This error has no mark, only how many characters came before.
         before = text[: error.position]

@@ -1,5 +1,6 @@
 """Chat with the student of a run, and with its teacher next to it: loading, the history, and streamed answers."""
 
+import copy
 import dataclasses
 import json
 import sys
@@ -20,6 +21,7 @@ from ..common.weights import ADAPTER, adapter_at, auto_class, load_whole, with_a
 from ..config.run_config import RunConfig, load_run_config
 from ..errors import ConfigError
 from ..teachers.adapters_off import without_adapters
+from ..trainers.decoder import Decoder
 from .demo import resolve_model
 
 Say = Callable[[str], None]
@@ -50,7 +52,7 @@ class Manner:
                 raise ConfigError(f"{name}: {getattr(self, name)} is out of range.")
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keywords for `generate`."""
+        """Return fields of GenerationConfig."""
         keys = ("top_p", "top_k", "repetition_penalty")
         chosen = {key: value for key in keys if (value := getattr(self, key)) is not None}
         if self.temperature is not None:
@@ -77,6 +79,7 @@ class Speaker:
     model: Any
     tokenizer: Any
     adapters_off: bool = False
+    decoder: Decoder = field(default_factory=Decoder)
 
     def answer(self, messages: list[dict[str, str]], manner: Manner, say: Say) -> Answer:
         """Generate the next message, and hand its pieces to `say`.
@@ -84,36 +87,29 @@ class Speaker:
         Raises:
             ConfigError: the chat is longer than the model reads, or its template refuses it.
         """
-        ids = self._ids(messages).to(self.model.device)
+        ids = self._ids(messages)
         # beyond this length positions mean nothing to the model, and some index out of a table
         limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if limit and ids.shape[1] >= limit:
-            raise ConfigError(f"the chat has {ids.shape[1]:,} tokens and {self.name} reads {limit:,}; /clear it.")
-        if manner.seed is not None:
-            torch.manual_seed(manner.seed)
-        keywords = manner.keywords()
-        if limit:
-            keywords["max_new_tokens"] = min(keywords["max_new_tokens"], limit - ids.shape[1])
-        # one row needs no padding, but `generate` warns without a number for it
-        if self.tokenizer.pad_token_id is None:
-            keywords["pad_token_id"] = self.tokenizer.eos_token_id
+        if limit and len(ids) >= limit:
+            raise ConfigError(f"the chat has {len(ids):,} tokens and {self.name} reads {limit:,}; /clear it.")
+        settings = copy.deepcopy(self.model.generation_config)
+        settings.update(**manner.keywords())
+        if settings.pad_token_id is None:
+            settings.pad_token_id = self.tokenizer.eos_token_id
+        most = min(settings.max_new_tokens, limit - len(ids)) if limit else None
+        seed = int(torch.randint(2**31, ())) if manner.seed is None else manner.seed
         streamer, began = _Pieces(self.tokenizer, say), time.perf_counter()
-        with torch.no_grad(), without_adapters(self.model) if self.adapters_off else nullcontext():
-            written = self.model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer, **keywords
-            )
-        new = written[0, ids.shape[1] :]
+        with without_adapters(self.model) if self.adapters_off else nullcontext():
+            (new,) = self.decoder.complete(self.model, [ids], settings, seed, most_tokens=most, streamer=streamer)
         # once more as a whole: the streamer hands text on in pieces
         text = self.tokenizer.decode(new, skip_special_tokens=True).strip()
         return Answer(text, len(new), time.perf_counter() - began)
 
-    def _ids(self, messages: list[dict[str, str]]) -> torch.Tensor:
+    def _ids(self, messages: list[dict[str, str]]) -> list[int]:
         if not self.tokenizer.chat_template:  # a base model goes on with the text
-            return self.tokenizer(messages[-1]["content"], return_tensors="pt")["input_ids"]
+            return self.tokenizer(messages[-1]["content"])["input_ids"]
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
+            rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         except Exception as error:  # jinja2's, raised by the template
             raise ConfigError(f"the chat template of {self.name} refuses this chat: {error}") from None
         return rendered["input_ids"]
@@ -224,7 +220,10 @@ def _load(name: str, where: str, device: torch.device, trust: bool, revision: st
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"{where} cannot be loaded: {error}") from None
+        nowhere = (
+            "" if Path(source).is_dir() else f"there is no such folder in {Path.cwd()}, and as a model of the hub "
+        )
+        raise ConfigError(f"{where} cannot be loaded: {nowhere}{error}") from None
     # a run with gradient checkpointing saves it as False
     model.config.use_cache = True
     return Speaker(name, model.to(device).eval(), tokenizer)

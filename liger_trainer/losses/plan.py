@@ -35,8 +35,8 @@ class LossConfig:
         beta: as in TRL's DistillationConfig.
         losses: replaces `beta` when given: a list such as
             `[{"type": "forward_kl", "weight": 1.0}, {"type": "ce", "weight": 0.1}]`. The default weight is 1.
-        schedules: {name: {from, to, kind, warmup_steps, steps}} of temperature, beta, skew_alpha, lmbda or the weight
-            of a loss, `<type>_weight`.
+        schedules: {name: {from, to, kind, warmup_steps, steps}} of temperature, beta, skew_alpha, lmbda,
+            max_completion_length or the weight of a loss, `<type>_weight`.
         taid: the teacher's share in what the student is held against, see `schedules.Taid`; {} for the defaults.
         scale_loss_by_temperature_squared: as Hinton et al. 2015 do.
     """
@@ -165,8 +165,10 @@ def _term(entry: Any) -> LossTerm:
 # the keys of a configuration that decide its loss
 FIELDS = (
     "losses", "schedules", "taid", "beta", "skew_alpha", "temperature", "kd_temperature", "teacher", "cache_kind",
-    "cache_tail_draws", "lmbda", "seq_kd",
+    "cache_tail_draws", "lmbda", "max_completion_length", "seq_kd",
 )  # fmt: skip
+# of them those that are no part of a loss, and that a schedule can move: whose tokens it is of, and how many
+OF_SAMPLING = ("lmbda", "max_completion_length")
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class LossPlan:
     Attributes:
         terms: the list of losses.
         scalars: {name: value} as configured: the loss's temperature, beta, skew_alpha, alm_tau, <type>_weight of each
-            term, and lmbda where the configuration has it.
+            term, and those `OF_SAMPLING` that the configuration has.
         schedules: those of scheduled scalars, by name.
         taid: the teacher's share over the steps, or None.
     """
@@ -229,8 +231,9 @@ def plan_of(fields: Mapping[str, Any]) -> LossPlan:
     plan = LossPlan(terms, scalars, taid=taid_of(values["taid"]) if "taid" in values else None)
     if "schedules" in values:
         # Only scalars that some term reads: a schedule of any other would change nothing, silently.
-        movable = {k: x for k, x in scalars.items() if k in plan.used or k.endswith("_weight") or k == "lmbda"}
+        movable = {k: x for k, x in scalars.items() if k in plan.used or k.endswith("_weight") or k in OF_SAMPLING}
         plan = replace(plan, schedules=schedules_of(values["schedules"], movable))
+        _check_lengths(plan, values)
     if not any(term.weight for term in terms) and not any(name.endswith("_weight") for name in plan.schedules):
         raise ValueError("losses: every weight is 0, so nothing would be learned. Give one of them another.")
     # TAID mixes the teacher into the student's logits, which only divergences read.
@@ -281,6 +284,23 @@ def without_effect(plan: LossPlan, fields: Mapping[str, Any], given: Collection[
         yield "label_smoothing_factor", "is not part of the loss with alm: leave it at 0."
     elif fields.get("label_smoothing_factor") and not plan.of("ce"):
         yield "label_smoothing_factor", "has no effect: it is of the cross-entropy, and there is no ce in losses."
+
+
+def _check_lengths(plan: LossPlan, values: Mapping[str, Any]) -> None:
+    """Refuse a schedule of max_completion_length that changes nothing, or exceeds what memory is planned for."""
+    schedule, most = plan.schedules.get("max_completion_length"), plan.scalars.get("max_completion_length")
+    if schedule is None:
+        return
+    if not (values.get("lmbda") or values.get("seq_kd") or "lmbda" in plan.schedules):
+        raise ValueError(
+            "schedules: max_completion_length: nothing is sampled: set lmbda or seq_kd, or leave the schedule out."
+        )
+    assert most is not None
+    if max(schedule.start, schedule.end) > most:
+        raise ValueError(
+            f"schedules: max_completion_length: from {schedule.start:g} to {schedule.end:g} goes beyond "
+            f"max_completion_length, {most:g}, by which positions are checked: raise it, or lower the schedule."
+        )
 
 
 def _check_other_tokens(plan: LossPlan, values: Mapping[str, Any]) -> None:
@@ -341,8 +361,8 @@ def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
     beta, alpha = values.get("beta", 0.0), values.get("skew_alpha", SKEW_ALPHA)
     check_values(values, LossConfig)
     temperature = values.get("kd_temperature", values.get("temperature", 1.0))
-    lmbda = {"lmbda": values["lmbda"]} if "lmbda" in values else {}
-    return {"temperature": temperature, "beta": beta, "skew_alpha": alpha, "alm_tau": ALM_TAU, **lmbda}
+    sampling = {name: values[name] for name in OF_SAMPLING if name in values}
+    return {"temperature": temperature, "beta": beta, "skew_alpha": alpha, "alm_tau": ALM_TAU, **sampling}
 
 
 def _entries_scalars(terms: tuple[LossTerm, ...], scalars: Mapping[str, float]) -> dict[str, float]:

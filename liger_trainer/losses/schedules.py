@@ -27,6 +27,7 @@ LIMITS: dict[str, Rule] = {
     "skew_alpha": BELOW_ONE,
     "alm_tau": ABOVE_ZERO,
     "lmbda": SHARE,
+    "max_completion_length": {"type": "number", "minimum": 1},
 }
 _TAID_KEYS: dict[str, Rule] = {
     "start": SHARE, "end": SHARE, "adaptive": {"type": "boolean"}, "alpha": SHARE, "beta": BELOW_ONE,

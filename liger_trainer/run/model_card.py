@@ -49,6 +49,7 @@ _OF_THIS_MACHINE = (
     "recipe",
 )
 _PLAIN = ("temperature", 1.0)
+_PATH = re.compile(r"""(?<![\w:/.~-])(?:~|\.\.?)?/[^\s"',;:\]})]+""")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Markdown(str):
 
 
 def escaped(value: Any) -> Markdown:
-    """Return a value as one line of Markdown that shows it as it is: no link, no tag, no separate cell."""
+    """Return a value as one line of Markdown, in which it makes no link, tag, code or cell. Markdown stays as it is."""
     if isinstance(value, Markdown):
         return value
     return Markdown(re.sub(r"([\\`*\[\]<>&|])", r"\\\1", " ".join(str(value).splitlines())))
@@ -126,8 +127,12 @@ def public(value: Any) -> Any:
         return {key: public(item) for key, item in value.items()}
     if isinstance(value, list):
         return [public(item) for item in value]
-    local = isinstance(value, str) and (value.startswith(("/", "~", "./", "../")) or os.path.exists(value))
-    return Path(value).name if local else value
+    if not isinstance(value, str):
+        return value
+    if value.startswith(("/", "~", "./", "../")) or os.path.exists(value):
+        return Path(value).name
+    # Text may hold paths, such as the JSON of `teachers` or an argument of an optimizer; an address is none.
+    return _PATH.sub(lambda path: Path(path[0]).name, value)
 
 
 def _demo(model: str) -> Any:
@@ -144,7 +149,7 @@ def _named(model: str) -> Markdown:
 
 
 def _teacher(config: "RunConfig") -> Markdown:
-    return Markdown(teacher_text(config.values, _named))
+    return Markdown(teacher_text(config.values, _named) or "a teacher that has no name")
 
 
 def _summary(config: "RunConfig") -> str:

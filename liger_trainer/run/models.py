@@ -15,6 +15,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from trl import get_quantization_config
 
 from .. import plugins
+from ..common.options import did_you_mean
 from ..common.weights import adapter_at, auto_class, check_mergeable, load_whole
 from ..errors import ConfigError
 from ..losses.plan import plan_of
@@ -22,6 +23,7 @@ from ..plugins import DEMO
 from ..teachers.config import OF_ONE_TEACHER, entries_of
 from ..teachers.vocabulary import Vocabulary, compare_tokenizers, teacher_tokenizer, tokenizer_of
 from ..trainers.chat_template import check_chats
+from ..trainers.student import names_of_modules
 from .data.datasets import RunData
 from .drop_layers import drop_layers
 
@@ -177,12 +179,29 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
         if config[key] is not None and config[key] not in vocabulary:
             raise config.error(key, f"{config[key]!r} is not in the vocabulary of {files.path}.")
     layers = files.config.get_text_config(decoder=True).num_hidden_layers
+    _check_targets(config, files)
     step, kept = config["keep_every_nth_layer"], config["keep_layers"]
     if step is not None and step > layers:
         raise config.error("keep_every_nth_layer", f"expected at most {layers}, the layers there are, got {step}.")
     if kept is not None and (not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= layers):
         expected = f"expected indices from 0 to {layers - 1}, each once and ascending"
         raise config.error("keep_layers", f"{expected}, got {kept}.")
+
+
+def _check_targets(config: "RunConfig", files: ModelFiles) -> None:
+    """Raise ConfigError where a name in `lora_target_modules` is none of a module's: PEFT would say so after it has
+    loaded the weights, or, if only some are wrong, not at all."""
+    targets = config["lora_target_modules"]
+    targets = names_of_modules(targets) if config["use_peft"] else None
+    if not isinstance(targets, list) or targets == ["all-linear"] or config["trust_remote_code"]:
+        return
+    with torch.device("meta"):  # no weights, only names
+        modules = [name for name, _ in auto_class(files.config).from_config(files.config).named_modules()]
+    last = sorted({name.rpartition(".")[2] for name in modules if not name.rpartition(".")[2].isdigit()} - {""})
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in modules):
+            hint = did_you_mean(target, last) or f" It has {', '.join(last)}."
+            raise config.error("lora_target_modules", f"{files.path} has no module called {target!r}.{hint}")
 
 
 def _template_text(config: "RunConfig") -> str | None:
@@ -290,7 +309,8 @@ def load_weights(config: "RunConfig", files: ModelFiles, **changes: Any) -> PreT
     except ConfigError as error:
         raise config.error(files.key, str(error)) from error
     except (OSError, ValueError, TypeError, ImportError) as error:
-        raise config.error(files.key, f"{config[files.key]} cannot be loaded: {error}") from error
+        key = config.named_in(str(error)) if files.key == "model_name_or_path" else None
+        raise config.error(key or files.key, f"{config[files.key]} cannot be loaded: {error}") from error
 
 
 def _device_map(config: "RunConfig") -> str | None:

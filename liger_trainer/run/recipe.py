@@ -39,7 +39,7 @@ from .results import (
     resume_hint,
     run_console,
 )
-from .samples import ModelFacts, Prompt, compare, measure, model_facts
+from .samples import ModelFacts, Prompt, compare, measure, model_facts, steady
 from .train_loop import Clock, check_checkpoint, train
 
 if TYPE_CHECKING:
@@ -96,9 +96,18 @@ def load_trainer(run: OpenedRun, trainer_class: type[TrainerT], args: Any, **tea
             peft_config=get_peft_config(config.model_args()),
             **teacher,
         )
+    _name_base_for_good(trainer.model)
     if trainer.row_facts:  # rows with images are prepared batch by batch
         print_rows(run.console, trainer.row_facts)
     return trainer
+
+
+def _name_base_for_good(model: Any) -> None:
+    """Have adapters name a base in a folder by its whole path: a relative one leads elsewhere from another folder."""
+    for adapter in model.peft_config.values() if isinstance(model, PeftModel) else ():
+        base = adapter.base_model_name_or_path
+        if base and Path(base).is_dir():
+            adapter.base_model_name_or_path = str(Path(base).absolute())
 
 
 def train_and_save(
@@ -138,6 +147,7 @@ def train_and_save(
             after = measure_now()
             # Right after the student: what else the machine does slows both alike.
             of_teacher = teacher() if teacher else None
+        speed = steady(before.tokens_per_second, after.tokens_per_second)
         results = RunResults(
             recipe=config.recipe,
             config=config.source,
@@ -153,7 +163,7 @@ def train_and_save(
             seconds=clock.seconds,
             log_history=trainer.state.log_history,
             models={
-                "student": model_facts(trainer.accelerator.unwrap_model(trainer.model), after.tokens_per_second),
+                "student": model_facts(trainer.accelerator.unwrap_model(trainer.model), speed),
                 **({"teacher": of_teacher} if of_teacher else {}),
             },
         )

@@ -87,12 +87,14 @@ def run_console() -> Console:
 
 
 def print_plan(console: Console, config: "RunConfig", facts: DataFacts, vocabulary: str | None = None) -> None:
-    """Print the settings that differ from the defaults, where each was set, and the facts about the data."""
+    """Print the settings that were given or differ from the defaults, with their places, and facts about the data."""
     settings = Table(title=f"{config.recipe}: {config.source}", title_justify="left")
     for column in ("setting", "value", "set by"):
         settings.add_column(column, overflow="fold")
-    for key, (value, where) in config.changes().items():
-        settings.add_row(key, str(value), where)
+    changed = config.changes()
+    for key, setting in config.settings.items():
+        if key in changed or (config.given(key) and key != "recipe"):
+            settings.add_row(key, str(config.shown(key)), setting.where)
     console.print(settings)
     print_data(console, facts, vocabulary)
 
@@ -103,12 +105,12 @@ def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None
     data.add_column()
     data.add_column(overflow="fold")
     for name, value in asdict(facts).items():
-        # Nothing was skipped, or there are no images: the row would say nothing.
-        if value == {} or (name == "images" and value is None):  # nothing skipped, no images
+        # Nothing was skipped, there are no images, a file has no licence: the row would say nothing.
+        if value in ({}, None):
             continue
         if isinstance(value, dict):
             value = tuple(f"{why}: {rows}"[:200] for why, rows in value.items())
-        shown = ", ".join(value) if isinstance(value, tuple) else "unknown" if value is None else str(value)
+        shown = ", ".join(value) if isinstance(value, tuple) else str(value)
         repeated = name in ("test_rows_seen_in_training", "train_rows_repeated", "test_rows_repeated") and value
         data.add_row(name.replace("_", " "), shown, style="yellow" if repeated else None)
     if vocabulary:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
@@ -21,8 +20,8 @@ from ..compat.deepspeed import is_partitioned, shape_of
 from ..losses.model_parts import device_of, known_positions
 from ..patching.patcher import base_of
 from ..trainers.chat_template import ANSWERS, fitting
+from ..trainers.decoder import Decoder
 from ..trainers.rows import text_prompt_ids
-from ..trainers.samplers import nothing_by_default
 from .data.datasets import RunData
 from .data.row_checks import images_of
 from .reports.tables import MetricRow
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
 FEWEST_TOKENS = 32  # for a speed of generation
+STEADY = 1.2  # how many times as fast a model may write at another time
 TEXT_PROMPT_TOKENS = 32  # a row of plain text or token ids has no prompt, so its start is taken
 
 
@@ -78,6 +78,13 @@ class Writing:
         tokens = sum(count for count, _ in self.completions[1:])
         seconds = sum(seconds for _, seconds in self.completions[1:])
         return round(tokens / seconds, 2) if tokens >= FEWEST_TOKENS else None
+
+
+def steady(*speeds: float | None) -> float | None:
+    """Return the last of one model's speeds, measured at different times; None where they differ by more than `STEADY`,
+    since what else the machine did then counts for more than the model."""
+    known = [speed for speed in speeds if speed]
+    return known[-1] if known and max(known) <= STEADY * min(known) else None
 
 
 @dataclass(frozen=True)
@@ -219,7 +226,6 @@ def complete(
         model: a transformers or PEFT model; it is left in the mode it was in.
         writing: takes the tokens and the seconds of each completion.
     """
-    training = model.training
     # It may name several tokens, such as the end of a turn and of a text; a tokenizer knows one.
     stop = model.generation_config.eos_token_id if model.generation_config else None
     settings = GenerationConfig(
@@ -231,28 +237,20 @@ def complete(
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
     silent = None if is_main_process() else True  # None: where there is no terminal
-    model.eval()
     # Learned positions end somewhere, and an index beyond them fails on the device.
-    device, positions = device_of(model), known_positions(base_of(model))
+    device, positions, decoder = device_of(model), known_positions(base_of(model)), Decoder(gathers=False)
     texts = []
-    try:
-        with torch.no_grad(), nothing_by_default(model):
-            for prompt in tqdm(prompts, "completing prompts", leave=False, disable=silent, dynamic_ncols=True):
-                tokens = prompt.input_ids
-                if positions is not None:  # the end of a longer prompt, and what can be written behind it
-                    tokens = tokens[-max(1, positions - max_new_tokens) :]
-                    settings.max_new_tokens = min(max_new_tokens, positions - len(tokens))
-                ids, began = torch.tensor([tokens], device=device), time.perf_counter()
-                images = {name: value.to(device) for name, value in prompt.images.items()}
-                generated = model.generate(
-                    input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings, **images
-                )
-                answer = generated[0, ids.shape[1] :]
-                texts.append(_decode(tokenizer, answer))  # which waits for the device
-                if writing is not None:
-                    writing.completions.append((len(answer), time.perf_counter() - began))
-    finally:
-        model.train(training)
+    for prompt in tqdm(prompts, "completing prompts", leave=False, disable=silent, dynamic_ncols=True):
+        tokens, most = prompt.input_ids, max_new_tokens
+        if positions is not None:  # the end of a longer prompt, and what can be written behind it
+            tokens = tokens[-max(1, positions - max_new_tokens) :]
+            most = min(max_new_tokens, positions - len(tokens))
+        images = {name: value.to(device) for name, value in prompt.images.items()}
+        began = time.perf_counter()
+        (answer,) = decoder.complete(model, [tokens], settings, seed=0, most_tokens=most, **images)
+        if writing is not None:
+            writing.completions.append((len(answer), time.perf_counter() - began))
+        texts.append(_decode(tokenizer, answer))
     return texts
 
 

@@ -1,6 +1,7 @@
-"""The training of a run: measure the student, train it, stop it early, show how it goes, and say what that took."""
+"""The training of a run: measure the student, train it, stop it early, and say what that took."""
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -15,20 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..common import signals
 from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
-from ..common.console import on_first_rank
+from ..common.console import announce, on_first_rank
 from ..common.files import BEFORE, METRICS
 from ..common.signals import handling
 from ..compat.deepspeed import shape_of
 from ..errors import ConfigError, Interrupted, OutOfTimeError
 from ..trainers.metrics import tokens_before
 from ..trainers.sft_trainer import LigerTrainer
-from .reports.tables import duration
+from .progress import SpeedMetrics, peak_memory_mib, show_progress
 from .results import TrainingFacts, start_output
 from .samples import Measurement
 
@@ -73,6 +72,7 @@ class MeasureBefore(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if self.result is None:  # else auto_find_batch_size begins again, with weights that have trained by now
             _check_steps_left(args, state, self.trainer.resumed_from)
+            _warn_of_few_steps(self.trainer, state.max_steps)
             self.began_at, self.tokens_before = state.global_step, tokens_before(state)
             with self.clock("measure_before"):
                 # A resumed run goes on with the measurement that its first start made.
@@ -128,10 +128,11 @@ def train(
         NonFiniteError: a number in training is NaN or infinite, and steps are not left out for it.
     """
     stop, first = StopEarly(config["max_hours"], clock.began), MeasureBefore(trainer, config, measure, clock, show)
-    trainer.callback_handler.callbacks.insert(0, SpeedMetrics())  # before the trackers, so that they get its values
+    speed = SpeedMetrics()
+    trainer.callback_handler.callbacks.insert(0, speed)  # before the trackers, so that they get its values
     trainer.add_callback(stop)
     trainer.add_callback(first)
-    show_progress(trainer)
+    show_progress(trainer, speed)
     _check_optimizer(trainer, config)
     # Only around training: before and after it a signal is a KeyboardInterrupt, since there is nothing to save.
     with handling(stop.receive):
@@ -140,7 +141,9 @@ def train(
     seconds = time.perf_counter() - first.ended
     # Without the measurement before, which has its own entry.
     clock.seconds["train"] = round(seconds, 2)
-    if stop.reason and trainer.state.global_step < trainer.state.max_steps:
+    all_steps_made = trainer.state.global_step >= trainer.state.max_steps
+    # Hours that end in the last step cost nothing more than the last measurement; who sends a signal wants an end now.
+    if stop.reason and not (stop.reason == OUT_OF_TIME and all_steps_made):
         raise stop.error(_how_to_go_on(trainer))
     assert first.result is not None
     return first.result, _facts(trainer, seconds, first)
@@ -150,6 +153,8 @@ def _how_to_go_on(trainer: LigerTrainer) -> str:
     """Say what was saved. Checkpoints of later steps may be there, from before the run went back to an earlier one."""
     state, run_dir = trainer.state, Path(str(trainer.args.output_dir))
     saved = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    if not saved.is_dir():  # a signal behind the last step, after which `save_strategy` saves nothing
+        return f"Stopped after step {state.global_step} of {state.max_steps}; nothing was saved of it."
     newer = [] if checkpoints_in(run_dir)[-1:] == [saved] else ["--checkpoint", saved.name]
     return (
         f"Stopped at step {state.global_step} of {state.max_steps}; saved {saved}. "
@@ -170,6 +175,27 @@ def _check_steps_left(args: TrainingArguments, state: TrainerState, checkpoint: 
             "on, say for how long: max_steps=... or num_train_epochs=...; to measure what is there: "
             f"liger-trainer eval {shlex.quote(str(checkpoint))}"
         )
+
+
+FEW_STEPS = 10
+
+
+def _warn_of_few_steps(trainer: LigerTrainer, steps: int) -> None:
+    """Say so where the rows make only a few steps, in which hardly anything is learned; not where `max_steps` asks."""
+    args: Any = trainer.args
+    sequences: Any = trainer.train_dataset
+    if args.max_steps > 0 or steps >= FEW_STEPS:
+        return
+    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    packed = "sequences that rows are packed into" if args.packing else "rows"
+    more = [f"num_train_epochs={math.ceil(args.num_train_epochs * FEW_STEPS / steps)}"]
+    more += ["packing=false"] if args.packing else []
+    more += ["gradient_accumulation_steps=1"] if args.gradient_accumulation_steps > 1 else []
+    only = "1 step" if steps == 1 else f"{steps} steps"
+    announce(
+        f"this run has only {only}, since there are {len(sequences):,} {packed} and a step takes up to "
+        f"{rows}: the model will hardly change. More steps come of {', '.join(more)}."
+    )
 
 
 def _check_optimizer(trainer: LigerTrainer, config: "RunConfig") -> None:
@@ -287,8 +313,12 @@ class StopEarly(TrainerCallback):
         return control
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self._notes is not None:
-            self._notes.close()
+        # A signal after the last step, such as in an evaluation there, comes to no `on_step_end`.
+        if self._notes is None:
+            self.reason = self.reason or self.received
+        else:
+            self.reason = self.reason or self._notes.last(self.received)
+        self.stepping = False
 
     def error(self, message: str) -> Interrupted:
         """Return what to raise for the reason of the stop."""
@@ -320,175 +350,8 @@ class _Notes:
         self.work = None
         return int(self.value)
 
-    def close(self) -> None:
-        self._finish()
+    def last(self, mine: int) -> int:
+        """Compare for the last time, and wait for the result."""
+        result = max(self.exchange(mine), self._finish())
         dist.destroy_process_group(self.group)  # pyright: ignore[reportArgumentType]
-
-
-# What is seen of a run while it goes: a line a log and a line an evaluation, which stay, and bars on a terminal.
-IN_TRAINING = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "grad_norm")
-# Metrics of a line. Terms of a loss follow the loss; accuracy is shown where there is no agreement.
-HELD_OUT = ("loss", "forward_kl", "reverse_kl", "agreement_at_1", "perplexity", "mean_token_accuracy")
-SHORT = {"agreement_at_1": "agreement", "mean_token_accuracy": "accuracy"}
-TERM = "loss/"
-MEASURING_BEFORE, BETWEEN, AFTER = "measuring before", "evaluating", "measuring after"
-
-
-class RunProgress(ProgressCallback):
-    """Prints a line for each log and each evaluation on stdout. On a terminal, bars on stderr say what is going on.
-
-    Args:
-        bars: False: no bars; None: where stderr is a terminal.
-    """
-
-    def __init__(self, bars: bool | None) -> None:
-        super().__init__()
-        self.disable = None if bars is None else not bars
-        self.phase = MEASURING_BEFORE
-        self.began, self.began_at = 0.0, 0
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.phase, self.current_step = BETWEEN, state.global_step
-        if state.is_world_process_zero:
-            self.training_bar = self._bar("training", state.max_steps, state.global_step)
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if not self.began:
-            self.began, self.began_at = time.perf_counter(), state.global_step
-
-    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        if not state.is_world_process_zero or not has_length(eval_dataloader):
-            return
-        if self.prediction_bar is None:
-            # transformers makes one without a name, which does not say whether this is before, between or after.
-            self.prediction_bar = self._bar(self.phase, len(eval_dataloader))
-            if self.prediction_bar.disable and self.phase != BETWEEN:
-                print(f"{self.phase}: held-out rows, batches: {len(eval_dataloader)}", flush=True)
-        self.prediction_bar.update(1)
-
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        super().on_evaluate(args, state, control, **kwargs)
-        if state.is_world_process_zero and self.phase == BETWEEN:
-            held_out = {name.removeprefix("eval_"): value for name, value in (metrics or {}).items()}
-            took = duration(held_out.get("runtime"))
-            self._print(state, ["held out:", *_figures(held_out, HELD_OUT), f"in {took}" if took else ""])
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero or not logs or "loss" not in logs:
-            return
-        facts = _figures(logs, IN_TRAINING)
-        if "learning_rate" in logs:
-            facts.append(f"lr {logs['learning_rate']:.3g}")
-        if "tokens_per_second" in logs:
-            facts.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
-        self._print(state, [*facts, self._left(state)])
-
-    def on_train_end(self, args, state, control, **kwargs):
-        super().on_train_end(args, state, control, **kwargs)
-        self.phase = AFTER
-
-    def _left(self, state: Any) -> str:
-        done = state.global_step - self.began_at
-        if not self.began or done < 1 or state.global_step >= state.max_steps:
-            return ""
-        return f"ETA {duration((time.perf_counter() - self.began) / done * (state.max_steps - state.global_step))}"
-
-    def _print(self, state: Any, facts: list[str]) -> None:
-        width = len(str(state.max_steps))
-        line = "  ".join([f"step {state.global_step:>{width}}/{state.max_steps}", *filter(None, facts)])
-        tqdm.write(line, file=sys.stdout)  # above the bars
-        sys.stdout.flush()
-
-    def _bar(self, name: str, total: int, done: int = 0) -> tqdm:
-        return tqdm(desc=name, total=total, initial=done, disable=self.disable, leave=False, dynamic_ncols=True)
-
-
-def _figures(metrics: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
-    """Return names with values, the terms of the loss behind the loss."""
-    terms = [name for name in metrics if name.startswith(TERM)]
-    order = [*names[:1], *terms, *(name for name in names[1:] if f"{TERM}{name}" not in terms)]
-    if "agreement_at_1" in metrics:
-        order = [name for name in order if name != "mean_token_accuracy"]
-    shown = [(name, metrics[name]) for name in order if isinstance(metrics.get(name), (int, float))]
-    return [f"{SHORT.get(name, name.removeprefix(TERM))} {value:.4g}" for name, value in shown]
-
-
-def show_progress(trainer: Trainer) -> None:
-    """Show the progress of a run in place of transformers' bars and dictionaries; in a notebook its table stays.
-
-    Call it after the callback that measures the student was added: its bar comes above the one of training.
-    """
-    # In a notebook transformers has put its table there instead of these two.
-    shown = [type(callback) for callback in trainer.callback_handler.callbacks]
-    for usual in (ProgressCallback, PrinterCallback):
-        if usual in shown:
-            trainer.remove_callback(usual)
-            trainer.add_callback(RunProgress(False if usual is PrinterCallback else None))
-
-
-# Tokens per second, peak memory and the use of the GPU in every log of a run.
-
-
-class SpeedMetrics(TrainerCallback):
-    """Adds `tokens_per_second`, `peak_memory_mib` and, where it can be read, `gpu_utilization` to every training log.
-
-    The clock runs during steps, not during evaluations and saves. Memory is the peak since training began.
-    """
-
-    def __init__(self) -> None:
-        self.start = self.end = self.paused = 0.0
-        self.tokens, self.out_of_step = 0.0, True
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.tokens = tokens_before(state)
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        now = time.perf_counter()
-        if self.start == 0.0:
-            self.start = now
-        # The time between two steps counts only where nothing else was done in it.
-        elif self.out_of_step:
-            self.paused += now - self.end
-        self.out_of_step = False
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.end = time.perf_counter()
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        self.out_of_step = True
-
-    on_save = on_evaluate
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if not logs or "loss" not in logs or "num_tokens" not in logs:
-            return
-        now = self.end = time.perf_counter()  # reading the losses waited for the device, so its steps are done
-        tokens, seconds = logs["num_tokens"] - self.tokens, now - self.start - self.paused
-        facts = {"tokens_per_second": round(tokens / seconds, 1), "peak_memory_mib": round(peak_memory_mib(args), 1)}
-        busy = gpu_utilization(args)
-        if busy is not None:
-            facts["gpu_utilization"] = busy
-        logs.update(facts)  # trackers read these logs; log_history holds a copy
-        state.log_history[-1].update(facts)
-        self.start, self.paused, self.tokens = now, 0.0, logs["num_tokens"]
-
-
-def gpu_utilization(args: TrainingArguments) -> float | None:
-    """Return the percent of the last second or less in which this process's GPU computed, as NVML counts it, without
-    waiting for the device.
-
-    None where nothing counts it: on a CPU, without the package nvidia-ml-py, on a part of a GPU (MIG).
-    """
-    if args.device.type != "cuda":
-        return None
-    try:
-        return float(torch.cuda.utilization())
-    except Exception:  # those of NVML are classes of a package that may not be there
-        return None
-
-
-def peak_memory_mib(args: TrainingArguments) -> float:
-    """Return the GPU memory allocated since training began; on a CPU, the resident memory of the process."""
-    if args.device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    return signals.peak_memory_mib()
+        return result

@@ -75,6 +75,7 @@ class LigerDistillTrainer(LigerTrainer):
         teacher_patched: the record of replacements in the teacher; None without a model, or with nothing to replace.
         distillation: the loss; `distil` changes it.
         lmbda: the share of micro-batches whose completions the student samples, from the next optimizer step on.
+        max_completion_length: the most tokens of a completion, from the next optimizer step on.
         prompts_alone: the names of the datasets that have prompts and no completions.
 
     Logs, besides LigerTrainer's: kd_loss (the weighted divergences at the loss's temperature), ce_loss, forward_kl and
@@ -115,7 +116,8 @@ class LigerDistillTrainer(LigerTrainer):
         if args.teacher == "cache" and kwargs.get("data_collator") is not None:
             raise ConfigError("data_collator: a teacher cache is laid out by TRL's own collator. Leave it out.")
         self.distillation = args.distillation()
-        self.lmbda, self.prompts_alone = args.lmbda, set[str]()
+        self.lmbda, self.max_completion_length = args.lmbda, args.max_completion_length
+        self.prompts_alone = set[str]()
         self._late_chats = False  # whether the rows are chats whose generation prompts were not prepared
         super().__init__(model, args, **kwargs)
         # Now the collator is there, and the layers are patched.

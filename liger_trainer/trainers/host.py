@@ -78,6 +78,7 @@ class DistillTrainerHost(TrainerHost, Protocol):
     teaching: Teacher
     distillation: Distillation
     lmbda: float
+    max_completion_length: int
     prompts_alone: set[str]
 
     @property

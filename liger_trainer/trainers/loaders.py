@@ -49,7 +49,7 @@ class GroupedByLength(LengthGroupedSampler):
 
 
 class _Stream(IterableDataset):
-    """A stream around another, whose attributes it has but those that are `hidden`."""
+    """A stream around another one. It has the attributes of that one, except those in `hidden`."""
 
     hidden: tuple[str, ...] = ()
 
@@ -82,7 +82,7 @@ class EndlessStream(_Stream):
 
 
 def warn_of_epochs(trainer: TrainerHost) -> None:
-    """Warn, in `trainer.train`, of what is asked for at the end of each epoch of a stream, which has no end."""
+    """Warn where something is to be done at the end of each epoch of a stream: such an epoch has no end."""
     if trainer.train_dataset is not None and not has_length(trainer.train_dataset):
         kinds = [name for name in ("eval", "save", "logging") if getattr(trainer.args, f"{name}_strategy") == "epoch"]
         if kinds:
@@ -198,7 +198,7 @@ class RealRowsCollator:
 def real_rows(rows: int) -> int:
     """Return how many of this process's batch of `rows` are not repeated, for a loader that accelerate fills.
 
-    It fills only the last batch, behind the rows of all processes.
+    accelerate repeats rows only in the last batch, after the rows that are left for all processes together.
     """
     state = GradientState()
     if not state.end_of_dataloader or state.remainder <= 0:
@@ -218,8 +218,8 @@ def real_tokens(mask: Tensor) -> Tensor:
     if PartialState().num_processes == 1 or not state.end_of_dataloader or drops_last_rows(loader):
         return mask
     shard = getattr(loader, "batch_sampler", None)
-    # A row for each of the loader's means that rows are padded. With another number they lie end to end in one row, and
-    # of which rows a process's batch consists is known only where accelerate cuts batches among processes by sampler.
+    # As many rows as the loader asked for are padded rows. Where there are fewer, several lie end to end in one; which
+    # these are is known only where accelerate's sampler gives each process its batches.
     if isinstance(shard, BatchSamplerShard) and len(mask) != loader.total_batch_size // shard.num_processes:
         count = _tokens_behind_one_another(loader, shard)
         if count is not None:
@@ -250,9 +250,9 @@ class EvaluationRows:
     """A trainer's evaluations, in which each row counts once. See the top of this file.
 
     Attributes:
-        rows: how many rows of the batch at hand count. Without padding, all its rows are one.
-        sampled: how many batches of this evaluation, on this process, have completions that were sampled.
-        items: how many tokens the loss of the batch at hand is a mean over; None where nobody counted them.
+        rows: how many rows of the current batch count. Rows that are not padded lie end to end and are one row.
+        sampled: how many batches of this evaluation, in this process, have completions that the student sampled.
+        items: over how many tokens the loss of the current batch is a mean; None where they were not counted.
     """
 
     def __init__(self, trainer: TrainerHost):
@@ -289,9 +289,10 @@ class EvaluationRows:
         return not (one_process or drops or (stream if dispatched is None else dispatched))
 
     def counted(self) -> AbstractContextManager[None]:
-        """Within the context, which is one evaluation, repeated rows are not gathered, and losses are added up.
+        """Return a context for one evaluation, in which repeated rows are not gathered and losses are added up.
 
-        The loss of a batch is what `prediction_step` returns, a subclass's too, so it is taken where that is called.
+        The loss of a batch is what `prediction_step` returns. A subclass may change it, so the method is wrapped, and
+        the loss is taken from what it returns.
         """
         if self._trainer.accelerator.num_processes > 1:
             self._trainer.gather_function = self._gather_once
@@ -315,7 +316,8 @@ class EvaluationRows:
         return self._losses.flush(over_ranks)
 
     def without_repeated(self, inputs: Any, loss_only: bool) -> Any:
-        """Return the batch without labels in repeated rows. A batch of only them stays as it is and counts nothing.
+        """Return the batch with the labels of repeated rows taken out. A batch that has no other rows stays as it is,
+        and counts nothing.
 
         loss_only: whether nothing of the batch is gathered but its loss.
         """

@@ -96,7 +96,7 @@ class LossState(LossSchedule, TrainerCallback):
             self.restart()
         if self.hidden is not None:
             self.hidden.zero_grad()  # of a training that was interrupted
-        self._set_lmbda(state)
+        self._set_sampling(state)
 
     def on_step_begin(self, args, state, control, optimizer: Any = None, **kwargs) -> None:
         if self._own is not None:
@@ -118,12 +118,14 @@ class LossState(LossSchedule, TrainerCallback):
             self.share.close()
         if self.hidden is not None:
             self.hidden.zero_grad()  # the trainer clears only its model's gradients
-        self._set_lmbda(state)
+        self._set_sampling(state)
 
-    def _set_lmbda(self, state) -> None:
-        """Set lmbda one step ahead: a step's micro-batches are made before it begins."""
-        if "lmbda" in self.plan.schedules:
-            self._trainer.lmbda = self.plan.at(state.global_step, state.max_steps)["lmbda"]
+    def _set_sampling(self, state) -> None:
+        """Set what completions are sampled one step ahead: a step's micro-batches are made before it begins."""
+        moved = self.plan.at(state.global_step, state.max_steps)
+        self._trainer.lmbda = moved.get("lmbda", self._trainer.lmbda)
+        length = moved.get("max_completion_length", self._trainer.max_completion_length)
+        self._trainer.max_completion_length = math.ceil(length)
 
     def add_micro_batch(self, totals: dict[str, Tensor], tokens: Tensor) -> None:
         """Add a micro-batch of training: sums over its tokens of all ranks."""

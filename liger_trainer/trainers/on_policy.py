@@ -3,28 +3,36 @@
 After Agarwal et al. 2023, arXiv:2306.13649 (GKD): with probability `lmbda` the student completes the prompts of a
 micro-batch, otherwise they keep the dataset's completions or, with `seq_kd`, get the teacher's. All micro-batches of an
 optimizer step are made before its first forward, so the loss is divided by the tokens that it sums.
+
+A schedule of `max_completion_length` is on-policy prefix distillation (Zhang et al. 2026, arXiv:2602.15260): sampling
+stops after the first tokens of a completion, and the number of these grows with the steps.
 """
 
 import time
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any, cast
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..errors import ConfigError, DataError
 from ..teachers.adapters_off import SelfTeacher
 from .config import LigerDistillConfig
+from .decoder import Decoder, Tokens
 from .host import DistillTrainerHost
 from .metrics import TokenMetrics
 from .rows import GENERATION_PROMPT, NO_PROMPT, AllowedIds
-from .samplers import ModelSampler, Tokens, VLLMSampler
+from .samplers import ModelSampler, VLLMSampler
 
 Batch = dict[str, Any]
 SOURCE = "completions_of"  # a key of a micro-batch
 STUDENT, TEACHER, DATASET = "student", "teacher", "dataset"
+# what a micro-batch may have for its rows to change places with others: nothing that a teacher looks up by row
+_OF_ANY_ROWS = {"input_ids", "attention_mask", "labels", GENERATION_PROMPT}
 
 
 def prompts_of(batch: Batch) -> list[Tokens]:
@@ -130,9 +138,8 @@ class OnPolicy:
         self._seen: set[bool] = set()  # whether completions were the student's; both, if micro-batches mix
         shared = cast(int, trainer.distillation.vocab_size)
         writable = AllowedIds(shared, trainer.teaching.unshared)
-        plugin = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
-        reshards = plugin is None or bool(plugin.reshard_after_forward)
-        self._sampler = ModelSampler(args, trainer.tokenizer, writable, accelerator.autocast, reshards)
+        decoder = Decoder(args.sampler, accelerator.autocast)
+        self._sampler = ModelSampler(args, trainer.tokenizer, writable, decoder)
         self._vllm = (
             VLLMSampler(args, trainer.model, accelerator, trainer.tokenizer, writable) if args.use_vllm else None
         )
@@ -197,24 +204,42 @@ class OnPolicy:
     def _sampled(self, batches: list[Batch], writer: str, step: int, evaluation: int = 0) -> list[Batch]:
         prompts = [prompts_of(batch) for batch in batches]
         flat = [prompt for rows in prompts for prompt in rows]
+        # in evaluations as in the end, like all that is scheduled
+        most = self._args.max_completion_length if evaluation else self._trainer.max_completion_length
         if writer == STUDENT and self._vllm is not None:
-            completions = self._vllm.sample(flat, step)
+            completions = self._vllm.sample(flat, step, most)
         else:
             seed = self._seed(step, writer == TEACHER, evaluation)
             if writer == STUDENT:
-                completions = self._sampler.sample(self._trainer.student, flat, seed)
+                completions = self._sampler.sample(self._trainer.student, flat, seed, most)
             else:
                 with self._trainer.teaching.live() as teachers:
                     (teacher,) = teachers.values()
-                    completions = self._sampler.sample(teacher, flat, seed)
-        # All prompts of a step are sampled at once, and then dealt out to their micro-batches.
-        rest = iter(completions)
+                    completions = self._sampler.sample(teacher, flat, seed, most)
+        # All prompts of a step are sampled at once, and then dealt out to the micro-batches.
+        rows = rows_of(flat, completions)
+        if not evaluation and all(batch.keys() <= _OF_ANY_ROWS for batch in batches):
+            rows = self._by_length(rows)
+        rest = iter(rows)
         filled = []
         for batch, asked in zip(batches, prompts, strict=True):
-            made, device = self._collate(rows_of(asked, [next(rest) for _ in asked])), batch["input_ids"].device
+            made, device = self._collate(list(islice(rest, len(asked)))), batch["input_ids"].device
             made = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in made.items()}
             filled.append({**batch, **made})  # its other columns stay, such as what a teacher looks up by row
         return filled
+
+    def _by_length(self, rows: list[dict[str, Tokens]]) -> list[dict[str, Tokens]]:
+        """Return as many rows, the longest first, of all ranks' by turns.
+
+        So micro-batches have rows of like length, of which little is padded, and the ranks, which wait for each other,
+        have as many tokens. The loss of a step is one sum, wherever its rows are.
+        """
+        accelerator = self._trainer.accelerator
+        of_ranks = gather_object([rows])
+        if len({len(each) for each in of_ranks}) > 1:  # at the end of the data
+            of_ranks = [rows]
+        together = sorted(chain.from_iterable(of_ranks), key=lambda row: -len(row["input_ids"]))
+        return together if len(of_ranks) == 1 else together[accelerator.process_index :: len(of_ranks)]
 
     def _seed(self, step: int, of_teacher: bool, evaluation: int) -> int:
         """Return the seed of one call's draws. In training each rank has its own."""

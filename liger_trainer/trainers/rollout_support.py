@@ -23,7 +23,8 @@ from ..patching.patcher import base_of
 SERVED = {  # fields of GenerationConfig that are read here, or change nothing
     "do_sample", "use_cache", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "suppress_tokens",
     "pad_token_id", "bos_token_id", "eos_token_id", "disable_compile", "transformers_version",
-    "return_dict_in_generate",
+    "return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+    "max_length",
 }  # fmt: skip
 NEUTRAL = {"num_return_sequences": 1, "repetition_penalty": 1.0, "num_beams": 1}  # with another value they are not
 
@@ -35,7 +36,8 @@ class NotServed(Exception):
 def why_not(model: Any, settings: GenerationConfig) -> str | None:
     """Say why completions of a model are sampled by `generate`, None where they can be decoded here."""
     base = base_of(model)
-    others = {k for k, v in settings.to_diff_dict().items() if k not in SERVED and v not in (None, NEUTRAL.get(k))}
+    fields = {k: v for k, v in settings.to_diff_dict().items() if k not in SERVED and not k.startswith("_")}
+    others = {k for k, v in fields.items() if v not in (None, NEUTRAL.get(k))}
     if others:
         return f"{', '.join(sorted(others))} of GenerationConfig"
     if getattr(base.config, "is_encoder_decoder", False) or reads_images(base):

@@ -12,7 +12,7 @@ attention by transformers' interface.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -190,6 +190,7 @@ class Rollouts:
         self._temperature = float(settings.temperature or 1.0) if settings.do_sample else 0.0
         self._warpers = _warpers(settings)
         self._seed = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._most = torch.zeros(1, dtype=torch.int32, device=self._device)  # tokens of a completion
         self._steps: dict[int, Step] = {}
         self._drawn = torch.zeros(0, 0, dtype=torch.int64, device=self._device)  # of each slot
         self._recorded: tuple[Any, ...] = ()
@@ -199,13 +200,18 @@ class Rollouts:
         self.step = Step(1, self._device)  # the one that runs
 
     @torch.no_grad()
-    def complete(self, prompts: Sequence[Tokens], seed: int, most_rows: int | None = None) -> list[Tokens]:
+    def complete(
+        self, prompts: Sequence[Tokens], seed: int, most_rows: int | None = None, most_tokens: int | None = None,
+        tell: Callable[[Tokens, bool], None] | None = None,
+    ) -> list[Tokens]:  # fmt: skip
         """Return a completion for each prompt, with the token that ended it.
 
         Args:
             prompts: token ids, none empty.
             seed: of the draws, which depend on nothing but it, the place of a prompt among `prompts`, and the weights.
             most_rows: decoded at once; default: as many as there are prompts, SIZES and memory allowed.
+            most_tokens: of a completion, at most the settings' `max_new_tokens`, which is the default.
+            tell: of a single prompt, gets what has been written so far at each look, and whether that is all.
 
         Raises:
             NotServed: the model does not compute here what it computes elsewhere.
@@ -215,19 +221,26 @@ class Rollouts:
         with adapters_merged(self._model):
             if not self._proved:
                 self._prove(prompts[:PROVED_ROWS])
-            return self._completed(prompts, seed, min(most_rows or len(prompts), len(prompts), SIZES[-1]))
+            rows = min(most_rows or len(prompts), len(prompts), SIZES[-1])
+            return self._completed(prompts, seed, rows, min(most_tokens or self._limit, self._limit), tell)
 
-    def _completed(self, prompts: Sequence[Tokens], seed: int, most_rows: int) -> list[Tokens]:
+    def _completed(
+        self, prompts: Sequence[Tokens], seed: int, most_rows: int, most_tokens: int,
+        tell: Callable[[Tokens, bool], None] | None = None,
+    ) -> list[Tokens]:  # fmt: skip
         token = _current.set(self)
         try:
             with _attention_is(self._model, NAME):
                 self._seed.fill_(seed)
-                return self._decode(prompts, self._allocate(prompts, most_rows))
+                self._most.fill_(most_tokens)
+                return self._decode(prompts, self._allocate(prompts, most_rows, most_tokens), tell)
         finally:
             self.kept.release()
             _current.reset(token)
 
-    def _decode(self, prompts: Sequence[Tokens], slots: int) -> list[Tokens]:
+    def _decode(
+        self, prompts: Sequence[Tokens], slots: int, tell: Callable[[Tokens, bool], None] | None
+    ) -> list[Tokens]:  # fmt: skip
         waiting = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))  # rows of like length read together
         free, rows = list(range(slots)), list[int]()
         state = {name: getattr(Step(0, self._device), name) for name in Step.NAMES}
@@ -247,6 +260,8 @@ class Rollouts:
                 for _ in range(CHUNK):
                     self._run(step)
                 left = len(rows) - int(step.done[: len(rows)].sum())
+                if tell is not None:
+                    tell(self._drawn[step.slot[0], : step.count[0]].tolist(), not left)
                 if any(left <= smaller for smaller in SIZES if smaller < size):
                     break
             done, slot, counts = (x[: len(rows)].tolist() for x in (step.done, step.slot, step.count))
@@ -300,6 +315,7 @@ class Rollouts:
         note_tokens(
             token, self._drawn, step.slot, step.token, step.count, step.length, step.done, self._ends
         )  # fmt: skip
+        step.done |= step.count >= self._most  # of this rollout; the launch knows the most of any
 
     def _one_token(self, step: Step) -> None:
         self.step = step
@@ -328,12 +344,12 @@ class Rollouts:
             step.take(state, 0)
         step.replay()
 
-    def _allocate(self, prompts: Sequence[Tokens], most: int) -> int:
+    def _allocate(self, prompts: Sequence[Tokens], most: int, most_tokens: int) -> int:
         """Make room for keys and values; return for how many rows, and take those graphs back that no longer hold."""
         text = self._model.config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        longest = max(map(len, prompts)) + self._limit
+        longest = max(map(len, prompts)) + most_tokens
         kind = self._device.type
         weight = next(p for p in self._model.parameters() if p.dim() == 2)
         like = weight.new_empty(0, dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
@@ -357,7 +373,7 @@ class Rollouts:
         prompts = sorted(prompts, key=len, reverse=True)  # the order in which they are read
         trial = Rollouts(self._model, GenerationConfig(max_new_tokens=PROVED_STEPS + 1), None)
         trial._logits = []
-        drawn = trial._completed(prompts, 0, len(prompts))
+        drawn = trial._completed(prompts, 0, len(prompts), PROVED_STEPS + 1)
         if len(trial._logits[0]) < len(prompts):
             raise NotServed("the GPU lacks the memory for keys and values")
         logits = [of_step[: len(prompts)] for of_step in trial._logits[: PROVED_STEPS + 1]]

@@ -7,7 +7,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,14 +145,28 @@ class RowPreparation:
         if self._part is not None:
             check_part(self._part, call.arguments["train_dataset"], config.completion_only_loss)
 
-    def accepted(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def accepted(self) -> Iterator[None]:
         """Within the context SFTTrainer accepts `assistant_only_loss` without marks in the chat template.
 
         `supervised_part` finds the answers of any template, so the flag is off while SFTTrainer constructs itself.
+
+        Raises:
+            ConfigError: the template marks no answers, and `supervised_part` is not set.
         """
-        if self._part is None or not self._only_answers:
-            return nullcontext()
-        return replaced(self._config, assistant_only_loss=False)
+        if self._part is not None and self._only_answers:
+            with replaced(self._config, assistant_only_loss=False):
+                yield
+            return
+        try:
+            yield
+        except ValueError as error:
+            if not self._only_answers or "chat template is not training-compatible" not in str(error):
+                raise
+            raise ConfigError(
+                "assistant_only_loss: this model's chat template does not mark the answers. Set supervised_part to "
+                "content too, which finds them with any template."
+            ) from error
 
     def warn_of_other_end(self, model: Any, tokenizer: Any) -> None:
         """Say so where the training rows end with a special token by which a completion of the model does not end."""
@@ -218,6 +232,8 @@ class RowPreparation:
                 f"No row of the {dataset_name} dataset has a supervised token within max_length={args.max_length}: "
                 "every label is masked. Check the completions, the chat template's generation markers, or max_length."
             )
+        if dataset_name == TRAIN:
+            _say_what_is_lost(facts, args.max_length)
         if dataset_name == TRAIN and {"input_ids", "labels"} <= set(kept.column_names):
             self._last_special = last_special(kept[0], getattr(processing_class, "tokenizer", processing_class))
         prepared: Any = prepare(kept, processing_class, args, packing, formatting_func, dataset_name)
@@ -252,6 +268,19 @@ class RowPreparation:
         train, tests = self._trainer.train_dataset, self._trainer.eval_dataset
         tests = tests if isinstance(tests, Mapping) else {"eval": tests}
         return {name: rows for name, rows in {"train": train, **tests}.items() if rows is not None}
+
+
+LOST = 0.05  # share of the supervised tokens from which on the loss of them is announced
+
+
+def _say_what_is_lost(facts: RowFacts, max_length: int | None) -> None:
+    """Announce that much of what should be learned lies beyond `max_length`, and which length would keep all."""
+    lost, all_of_them = facts.supervised_tokens_lost, facts.supervised_tokens + facts.supervised_tokens_lost
+    if lost > LOST * all_of_them:
+        announce(
+            f"max_length={max_length} leaves out {lost:,} of the {all_of_them:,} supervised tokens of the training "
+            f"rows ({lost / all_of_them:.0%}); the longest row has {facts.longest_row:,} tokens."
+        )
 
 
 def last_special(row: Mapping[str, Any], tokenizer: Any) -> int | None:

@@ -43,6 +43,8 @@ class RowFacts:
     """beyond `max_length`"""
     sequences: int
     """what the trainer sees: the rows kept, or the packed ones"""
+    longest_row: int = 0
+    """tokens of the longest row, before it is cut"""
 
 
 def count_rows(
@@ -69,6 +71,7 @@ def count_rows(
         supervised_tokens=int(after.sum()),
         supervised_tokens_lost=int((before - after).sum()),
         sequences=len(kept),
+        longest_row=int(lengths.max(initial=0)),
     )
     return facts, kept
 
@@ -203,7 +206,7 @@ def prepare_prompts(
         facts = RowFacts(
             rows=len(rows), rows_dropped=len(rows) - len(kept), rows_truncated=0,
             tokens=sum(len(ids) for ids in kept["input_ids"]), supervised_tokens=0, supervised_tokens_lost=0,
-            sequences=len(kept),
+            sequences=len(kept), longest_row=max(map(len, rows["input_ids"]), default=0),
         )  # fmt: skip
     return (kept.shuffle(seed=args.seed) if args.shuffle_dataset else kept), facts
 

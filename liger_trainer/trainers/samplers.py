@@ -1,106 +1,52 @@
-"""Who samples completions in training: transformers' `generate` on a model of this process, or vLLM."""
+"""Who samples completions in training: a model of this process (decoder.py), or vLLM."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, PreTrainedTokenizerBase
-from trl.trainer.utils import pad
 
-from ..common.console import announce
-from ..common.replacements import replaced
-from ..compat.deepspeed import whole_for_many_passes
 from ..errors import ConfigError
-from ..losses.model_parts import device_of
-from ..patching.graphs.recorder import CudaRecorder
 from ..patching.patcher import base_of
 from ..teachers.vocabulary import end_tokens
 from .config import LigerDistillConfig
-from .options import AUTO, GENERATE, GRAPHS
-from .rollouts import NotServed, Rollouts
+from .decoder import Decoder, Tokens, until_the_end
 from .rows import AllowedIds
-
-Tokens = list[int]
-
-
-def until_the_end(tokens: Sequence[int], ends: Sequence[int]) -> Tokens:
-    """Return the tokens up to and with the first that ends a completion."""
-    first = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
-    return list(tokens[: first + 1])
 
 
 class ModelSampler:
-    """Samples by `generate`: left-padded prompts, KV cache, eval mode, no gradients.
+    """Samples from models of this process as the configuration says (`Decoder`).
 
     Args:
         args: the sampling fields and `temperature`.
         tokenizer: for the padding and end-of-sequence tokens.
         writable: the tokens that are sampled; heads are padded beyond them.
-        autocast: the context of the run's mixed precision, entered once for all tokens, so that weights are cast once.
-        reshards: whether FSDP2 frees gathered weights after a forward pass; see `_gathered`.
+        decoder: keeps what is recorded for a model; default: one for `args.sampler`.
     """
 
     def __init__(
         self, args: LigerDistillConfig, tokenizer: PreTrainedTokenizerBase, writable: AllowedIds,
-        autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext, reshards: bool = True,
+        decoder: Decoder | None = None,
     ):  # fmt: skip
-        self._args, self._tokenizer, self._writable, self._autocast = args, tokenizer, writable, autocast
-        self._reshards = reshards
-        self._rollouts: dict[int, tuple[Any, Rollouts | None]] = {}  # by the model: settings; None: generate samples
+        self._args, self._tokenizer, self._writable = args, tokenizer, writable
+        self._decoder = decoder or Decoder(args.sampler)
 
-    def sample(self, model: Any, prompts: Sequence[Tokens], seed: int) -> list[Tokens]:
+    def sample(
+        self, model: Any, prompts: Sequence[Tokens], seed: int, most_tokens: int | None = None
+    ) -> list[Tokens]:  # fmt: skip
         """Sample a completion for each prompt, with the token that ended it.
 
         Args:
             model: a transformers or PEFT model, unwrapped. Afterwards its modules are in the modes they were in.
             prompts: token ids, none empty.
             seed: for the draws; the process's own random numbers stay as they were.
+            most_tokens: of a completion, at most `max_completion_length`, which is the default.
 
         Raises:
-            ConfigError: `generation_kwargs` that GenerationConfig does not take, or that ask for several completions.
+            ConfigError: `generation_kwargs` that GenerationConfig does not take, or that ask for several completions;
+                `sampler: graphs` with a model that cannot be served.
         """
-        settings, device = self.settings(model), device_of(model)
-        size = self._args.generation_batch_size or len(prompts)
-        ends = settings.eos_token_id
-        completions: list[Tokens] = []
-        with (
-            seeded(seed, device), in_eval_mode(model), no_router_logits(model), nothing_by_default(model),
-            _gathered(model, self._reshards), torch.no_grad(), self._autocast(),
-        ):  # fmt: skip
-            rollouts = self._rollouts_of(model, settings, device)
-            if rollouts is not None:
-                try:
-                    return rollouts.complete(prompts, seed, self._args.generation_batch_size)
-                except NotServed as reason:
-                    self._refuse(model, settings, str(reason))
-            for at in range(0, len(prompts), size):
-                completions += self._complete(model, prompts[at : at + size], settings, device)
-        return [until_the_end(tokens, ends if isinstance(ends, list) else [ends]) for tokens in completions]
-
-    def _rollouts_of(self, model: Any, settings: GenerationConfig, device: torch.device) -> Rollouts | None:
-        """Return what decodes for a model in CUDA graphs, None where `generate` samples for it."""
-        wanted = self._args.sampler
-        if wanted == GENERATE or (wanted == AUTO and device.type != "cuda"):
-            return None
-        chosen = settings.to_diff_dict()
-        if self._rollouts.get(id(model), (None,))[0] != chosen:
-            try:
-                recorder = CudaRecorder if device.type == "cuda" else None
-                self._rollouts[id(model)] = chosen, Rollouts(model, settings, recorder)
-            except NotServed as reason:
-                self._refuse(model, settings, str(reason))
-        return self._rollouts[id(model)][1]
-
-    def _refuse(self, model: Any, settings: GenerationConfig, reason: str) -> None:
-        if self._args.sampler == GRAPHS:
-            raise ConfigError(f"sampler: graphs does not go with this model: {reason}.")
-        announce(
-            f"completions of {type(base_of(model)).__name__} are sampled by generate, not in CUDA graphs: {reason}."
-        )
-        self._rollouts[id(model)] = settings.to_diff_dict(), None
+        at_once = self._args.generation_batch_size
+        return self._decoder.complete(model, prompts, self.settings(model), seed, at_once, most_tokens)
 
     def settings(self, model: Any) -> GenerationConfig:
         args = self._args
@@ -120,84 +66,6 @@ class ModelSampler:
         if (settings.num_return_sequences or 1) != 1:
             raise ConfigError("generation_kwargs: num_return_sequences must be 1, a completion for each prompt.")
         return settings
-
-    def _complete(
-        self, model: Any, prompts: Sequence[Tokens], settings: GenerationConfig, device: torch.device
-    ) -> list[Tokens]:
-        rows = [torch.tensor(prompt) for prompt in prompts]
-        padding: Any = self._tokenizer.pad_token_id
-        ids = pad(rows, padding_value=padding, padding_side="left")
-        mask = pad([torch.ones_like(row) for row in rows], padding_value=0, padding_side="left")
-        sequences = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=settings)
-        return sequences[:, ids.shape[1] :].tolist()
-
-
-@contextlib.contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and gradient checkpointing, which transformers' layers do only in training mode."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def nothing_by_default(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Have `generate` do what its settings say and no more.
-
-    What they leave open it would take from the model's own generation config, such as beams or a penalty.
-    """
-    return replaced(base_of(model), generation_config=GenerationConfig())
-
-
-@contextlib.contextmanager
-def _gathered(model: Any, reshards: bool) -> Iterator[None]:
-    """Have FSDP2 gather a model's weights in the first forward pass, or ZeRO-3 before it, and keep them for all tokens.
-
-    Else each token would gather them again, and ranks whose completions end earlier would leave the others waiting.
-    """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not units:
-        with whole_for_many_passes(model):
-            yield
-        return
-    for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)
-    # `generate` calls the model within a PEFT model and not the root, whose own weights would stay shards.
-    register_fsdp_forward_method(model, "generate")
-    try:
-        yield
-    finally:
-        del model.generate
-        for unit in units:
-            unit.set_reshard_after_forward(reshards, recurse=False)
-            unit.reshard()
-
-
-def no_router_logits(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Have a mixture of experts return no router logits.
-
-    With them it computes its auxiliary loss in each forward, and transformers 5.23 cannot for a batch with padding and
-    a KV cache: the mask is longer than the tokens of the pass.
-    """
-    config = model.config.get_text_config()
-    if not getattr(config, "output_router_logits", False):
-        return contextlib.nullcontext()
-    return replaced(config, output_router_logits=False)
-
-
-@contextlib.contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the CPU's and this device's random numbers for a while; afterwards they go on as before."""
-    devices = [] if device.type in ("cpu", "mps") else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            with torch.get_device_module(device).device(device):
-                torch.get_device_module(device).manual_seed(seed)
-        yield
 
 
 class VLLMSampler:
@@ -224,11 +92,12 @@ class VLLMSampler:
         )  # fmt: skip
         self._writable = writable
 
-    def sample(self, prompts: Sequence[Tokens], step: int) -> list[Tokens]:
-        """Sample a completion for each prompt with the weights after `step` optimizer steps."""
+    def sample(self, prompts: Sequence[Tokens], step: int, most_tokens: int) -> list[Tokens]:
+        """Sample a completion of at most so many tokens for each prompt, with the weights after `step` steps."""
         if step != self._step:
             self.engine.sync_weights()
             self._step = step
+        self.engine.max_completion_length = most_tokens
         sampled = self.engine.generate(prompts=list(prompts), images=None, num_generations=1)[1]
         completions = [until_the_end(tokens, self._ends) for tokens in sampled]
         strange = {token for tokens in completions for token in tokens if token not in self._writable}

@@ -60,10 +60,11 @@ def _last_name(model: Any) -> str:
 class LigerTrainer(SFTTrainer):
     """Supervised fine-tuning with our layers, and the loss computed from hidden states, in training and evaluation.
 
-    Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss),
-    and perplexity. In evaluation each metric is a mean over tokens, equal on any number of processes; TRL's are means
-    over batches. `label_smoothing_factor` and `loss_type="dft"` are part of the fused loss. `compute_metrics` gets
-    logits from a second forward. `compute_loss_func` gets logits too, and takes the place of the fused loss.
+    Takes what `trl.SFTTrainer` takes. Logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss) and
+    perplexity too. In evaluation each metric is a mean over tokens, the same on any number of processes, where TRL's
+    are means over batches; perplexity is the exponential of such a mean. `label_smoothing_factor` and `loss_type="dft"`
+    are part of the fused loss. `compute_metrics` gets logits from a second forward. `compute_loss_func` gets logits
+    too, and takes the place of the fused loss.
 
     The model's layers are patched whether `use_liger_kernel` is set or not, and `liger_kernel_config` says which; a
     model that was patched before keeps its layers. Adapters on `lm_head`, which TRL refuses, are part of the loss.
@@ -111,7 +112,7 @@ class LigerTrainer(SFTTrainer):
         freezes = getattr(config, "freeze_vision_tower", False)
         if given.get("peft_config") is not None:
             adapters = with_names_of_modules(given["peft_config"])
-            given["peft_config"] = without_adapters(adapters, given["model"]) if freezes else adapters
+            given["peft_config"] = without_adapters(adapters, given.get("model")) if freezes else adapters
         for plugin in of_trainer(config, base_of(given.get("model"))):
             plugin.before_model(given.get("model"))  # before anything copies quantised numbers
         options = pop_liger_options(config)  # off the arguments: Trainer would apply liger-kernel
@@ -244,7 +245,10 @@ class LigerTrainer(SFTTrainer):
         return loss * ranks_summed(self) if self.shards_sequences() else loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Return the loss, with `return_outputs` also outputs without gradient. What a subclass returns is reported."""
+        """Return the loss; with `return_outputs` also the model's outputs, which have no gradient.
+
+        What a subclass returns in place of it is the loss that is logged.
+        """
         self._padding_tokens, weights = inputs.pop(PADDING, 0), inputs.pop(TOKEN_WEIGHTS, None)
         if self.compute_loss_func is not None and self.model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -272,7 +276,7 @@ class LigerTrainer(SFTTrainer):
         self._record(inputs, outputs, num_items_in_batch)
         loss = outputs.token_loss
         if self.aux_loss_enabled:
-            # A mean over the micro-batch, where the tokens' loss is already a share of the whole batch.
+            # It is a mean over the micro-batch; the tokens' loss is divided by the tokens of the whole batch.
             steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
         if not return_outputs:
@@ -281,7 +285,7 @@ class LigerTrainer(SFTTrainer):
             return loss, model(**{name: value for name, value in inputs.items() if name != "labels"})
 
     def _averaged_ranks(self) -> int:
-        """Return over how many ranks gradients are averaged, where num_items_in_batch counts the tokens of all."""
+        """Return how many ranks' gradients are averaged. `num_items_in_batch` counts the tokens of all these ranks."""
         if self.accelerator.num_processes == 1 or not self.args.average_tokens_across_devices:
             return 1
         return self.accelerator.num_processes // (self.get_tp_size() * ranks_summed(self))
@@ -298,7 +302,8 @@ class LigerTrainer(SFTTrainer):
         sums = {name: value.sum(dtype=torch.float64) for name, value in self.per_token(outputs).items()}
         if not self.model.training:
             return self._record_evaluated(outputs, sums, num_items)
-        read = (num_tokens(inputs) - self._padding_tokens).to(outputs.label_mask.device)  # the last of several
+        # layers that are spread over several devices end on another one than the inputs are on
+        read = (num_tokens(inputs) - self._padding_tokens).to(outputs.label_mask.device)
         self.finite.record_teacher(sums)
         local = torch.stack([*sums.values(), count(outputs.label_mask), count(outputs.is_top1), read])
         *totals, tokens, correct, seen = self.accelerator.reduce(local, "sum").unbind()
@@ -316,7 +321,7 @@ class LigerTrainer(SFTTrainer):
     ) -> None:
         """Add a micro-batch of an evaluation, all as sums over tokens, so that the means do not depend on batching.
 
-        The auxiliary loss is defined by the micro-batch, so it counts as often as that has tokens.
+        The auxiliary loss is one number for a micro-batch, so it is weighted by the tokens of that.
         """
         tokens = count(outputs.label_mask)
         sums["mean_token_accuracy"] = count(outputs.is_top1)

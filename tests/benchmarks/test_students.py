@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,19 @@ from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import TrainerControl
 
 from benchmarks import students
-from benchmarks.students import BASE, CONFIG, STUDENT_T, STUDENTS, WARMUP, WAYS, ByTime, Setup, learning_rate_at, page
+from benchmarks.students import (
+    BASE,
+    CONFIG,
+    STUDENT_T,
+    STUDENTS,
+    WARMUP,
+    WAYS,
+    ByTime,
+    Longer,
+    Setup,
+    learning_rate_at,
+    page,
+)  # fmt: skip
 from liger_trainer.config.run_config import load_run_config
 
 
@@ -79,9 +92,39 @@ def test_the_settings_of_every_way_are_valid_and_differ(tmp_path):
     for name, student in STUDENTS.items():
         (tmp_path / "students" / name).mkdir(parents=True)
         assert student.layers == 1 or student.settings(30)[1].startswith("keep_layers=[0, ")
-    settings = {way: setup.settings(way, 1) for way in WAYS}
-    assert all(load_run_config(CONFIG, each, exact=True).recipe in ("sft", "distill") for each in settings.values())
-    assert len({tuple(word for word in each if "output_dir" not in word) for each in settings.values()}) == len(WAYS)
+    for way in WAYS:  # a second run begins with what the first has left
+        (tmp_path / "runs" / f"{way}-1-first").mkdir(parents=True)
+    runs = {way: setup.runs(way, 1) for way in WAYS}
+    settings = {way: [word for _, each in runs[way] for word in each] for way in WAYS}
+    assert all(load_run_config(CONFIG, each, exact=True).recipe in ("sft", "distill") for way in runs.values()
+               for _, each in way)  # fmt: skip
+    assert {way for way, each in runs.items() if len(each) > 1} == {"tuned_first", "distilled_first"}
+    assert all(f"model_name_or_path={tmp_path}/runs/{way}-1-first" in runs[way][1][1]
+               for way in ("tuned_first", "distilled_first"))  # fmt: skip
+    alike = {tuple(word for word in each if "output_dir" not in word and "-first" not in word)
+             + (WAYS[way].first_tokens,) for way, each in settings.items()}  # fmt: skip
+    assert len(alike) == len(WAYS)
+
+
+def test_a_second_run_ends_when_the_training_does_and_completions_grow_with_the_time(monkeypatch):
+    now, control, call = [100.0], TrainerControl(), (None, None)
+    monkeypatch.setattr("benchmarks.students.time.monotonic", lambda: now[0])
+    clock = ByTime(10.0, lambda: pytest.fail("it waited again"), start=93.0)
+    trainer: Any = SimpleNamespace(max_completion_length=96)
+    longer = Longer(trainer, clock, 16)
+    assert trainer.max_completion_length == 16
+    clock.on_step_begin(*call, control)
+    for at, share, length in ((100.9, 0.3, 57), (101.8, 0.6, 96), (102.9, 0.97, 96), (103.0, 1.0, 96)):
+        now[0] = at
+        clock.on_step_end(*call, control)
+        longer.on_step_end(*call, control)
+        assert clock.share() == pytest.approx(share, abs=0.01) and trainer.max_completion_length == length
+    assert control.should_training_stop and clock.start == 93.0
+    late, control = ByTime(5.0, list, start=93.0), TrainerControl()
+    late.on_step_begin(*call, control)
+    now[0] = 104.0
+    late.on_step_end(*call, control)
+    assert control.should_training_stop
 
 
 def row(number: int) -> dict:
@@ -99,11 +142,12 @@ def test_students_train_side_by_side_and_a_second_call_goes_on(tmp_path, capfd):
         (tmp_path / "rows" / f"{split}.jsonl").write_text(text)
     words = ["--teacher", str(tmp_path / "teacher"), "--dataset", str(tmp_path / "rows"), "--output", str(tmp_path)]
     words += ["--tiny", "--seeds", "0", "--train-seconds", "1", "use_cpu=true"]
-    students.main([*words, "--ways", BASE, "answers", "distilled_0.25"])
+    ways = [BASE, "answers", "distilled_0.25", "prefix", "tuned_first"]
+    students.main([*words, "--ways", *ways])
     (file,) = tmp_path.glob("students-*.json")
     first = json.loads(file.read_text())
-    assert first["runs"].keys() == {BASE, "answers", "distilled_0.25"} and not first["failures"]
-    assert all(1 <= runs["0"]["seconds"] < 30 and runs["0"]["neighbours"] == 2 for runs in first["runs"].values())
+    assert first["runs"].keys() == {*ways} and not first["failures"]
+    assert all(1 <= runs["0"]["seconds"] < 40 and runs["0"]["neighbours"] == 4 for runs in first["runs"].values())
 
     students.main([*words, "--ways", BASE, "tuned_0.5", "--seconds", "20"])
     second = json.loads(file.read_text())

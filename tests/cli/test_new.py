@@ -2,10 +2,14 @@
 
 import io
 import itertools
+import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
-from commands import call, done, without_report
+from commands import call, done, refused, without_report
+from datasets import Dataset
 from stand_ins import StandIns
 
 from liger_trainer.cli.configs import Method, Purpose, billions
@@ -46,6 +50,51 @@ def test_questions_on_a_terminal(new, purpose, monkeypatch):
     config = load_run_config("my.yaml")
     assert config.recipe == purpose and config["learning_rate"] == (2e-4 if purpose == "sft" else 2e-5)
     assert config["dataset_name"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "settings"),
+    [
+        (50, 20, (False, 1, 3)),  # not packed: all of them are less than one sequence
+        (3000, 20, (False, 8, 1)),
+        (3000, 2000, (True, 8, 1)),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+def test_few_rows_are_trained_on_for_longer(new, suffix, rows, words, settings):
+    texts = {"text": [" ".join([f"{number:04}"] * words) for number in range(rows)]}
+    if suffix == "json":
+        Path("rows.json").write_text(json.dumps([{"text": text} for text in texts["text"]]))
+    else:
+        getattr(Dataset.from_dict(texts), f"to_{suffix}".replace("jsonl", "json"))(f"rows.{suffix}")
+    done(new("--purpose", "sft", "--model", "a/b", "--method", "lora", "--data", f"rows.{suffix}"))
+    config = load_run_config("my.yaml")
+    keys = ("packing", "gradient_accumulation_steps", "num_train_epochs")
+    assert tuple(config[key] for key in keys) == settings
+    sequences = rows if not settings[0] else rows * words * 5 // 4 // 4096
+    steps = sequences / (2 * settings[1]) * settings[2]
+    told = int(re.search(r"make about ([\d,]+) steps", Path("my.yaml").read_text())[1].replace(",", ""))
+    assert steps > 70 and told == pytest.approx(steps, rel=0.05)
+
+
+def test_a_folder_of_rows_is_counted_whole(new):
+    Path("rows").mkdir()
+    for name in "ab":
+        Path(f"rows/{name}.jsonl").write_text('{"text": "word"}\n' * 30)
+    done(new("--purpose", "sft", "--model", "a/b", "--method", "lora", "--data", "rows"))
+    assert "60 rows make about 90 steps" in Path("my.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "said"),
+    [
+        ("./not-there", "trl-lib/Capybara", "model_name_or_path: no such"),
+        ("a/b", "none.jsonl", "dataset_name: no such"),
+    ],
+)
+def test_files_that_are_not_there_are_refused(new, model, data, said):
+    refused(new("--purpose", "sft", "--model", model, "--method", "lora", "--data", data), 2, said)
+    assert not Path("my.yaml").exists()
 
 
 def test_what_it_writes_trains(new, tmp_path_factory, tmp_path, capsys, monkeypatch):

@@ -21,6 +21,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("refusals")
     save_models(folder, "student")
     write_rows(folder / "rows.jsonl", [{"prompt": row["text"], "completion": " w1 w2"} for row in texts(20)])
+    chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
+    write_rows(folder / "chats.jsonl", [{"messages": chat}] * 20)
+    (folder / "plain.jinja").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
     for place in ("run.yaml", "empty/config.yaml", "cut/config.yaml"):
         (folder / place).parent.mkdir(exist_ok=True)
         (folder / place).write_text(settings(bf16=False))
@@ -33,6 +36,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+CHATS = "run run.yaml dataset_name=chats.jsonl chat_template_path=plain.jinja"
 DISTILL = "estimate run.yaml recipe=distill teacher_model_name_or_path=student"
 REFUSED = [
     ("run", 2, "Missing argument"),
@@ -46,6 +50,26 @@ REFUSED = [
     ("doctor lama", 2, "Did you mean llama"),
     ("selfcheck --dtype int8", 2, "expected float32, bfloat16, float16, got int8"),
     ("selfcheck --device nonsense", 2, "nonsense"),
+    (
+        "run run.yaml load_in_4bit=true use_peft=true",
+        2,
+        "command line: load_in_4bit: true needs bitsandbytes, which is not installed",
+    ),
+    (
+        "run run.yaml attn_implementation=flash_attention_2",
+        2,
+        "command line: attn_implementation: flash_attention_2 needs",
+    ),
+    ("run run.yaml attn_implementation=foo", 2, "command line: attn_implementation: student cannot be loaded"),
+    ("run run.yaml bf16=true use_cpu=false", 2, "command line: bf16: LigerConfig refuses this"),
+    (
+        "run run.yaml use_peft=true lora_target_modules=[q_proj,k_porj]",
+        2,
+        "command line: lora_target_modules: student has no module called 'k_porj'. Did you mean k_proj?",
+    ),
+    ("preview run.yaml use_peft=true lora_target_modules=w", 2, "student has no module called 'w'. It has"),
+    (f"{CHATS} assistant_only_loss=true", 2, "command line: assistant_only_loss: this model's chat template does"),
+    ("chat nowhere", 2, "nowhere cannot be loaded: there is no such folder in"),
     ("preview run.yaml max_length=2", 4, "No row of the train dataset has a supervised token"),
     ("preview run.yaml dataset_name=missing.jsonl", 2, "no such file or directory"),
     ("preview run.yaml --rows 0", 2, "--rows"),

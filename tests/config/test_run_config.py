@@ -175,7 +175,7 @@ def test_one_name_of_a_module_is_a_list_of_one(load, words, key, expected):
 
 def test_what_the_arguments_refuse_is_a_config_error(load):
     config = load(NEEDED + "eval_steps: 2.5\neval_strategy: steps\nuse_cpu: true\n")
-    with pytest.raises(ConfigError, match="LigerConfig refuses these settings: .*eval_steps must be an integer"):
+    with pytest.raises(ConfigError, match="eval_steps: LigerConfig refuses this: .*eval_steps must be an integer"):
         config.training_args()
 
 

@@ -1,5 +1,6 @@
 """Reading YAML and the words of a command line: what is accepted, and what hostile or broken input is told."""
 
+import re
 import time
 
 import pytest
@@ -47,6 +48,30 @@ def test_a_file_that_is_no_text_too_large_or_nowhere(tmp_path, monkeypatch):
             load_run_config("run.yaml")
     with pytest.raises(ConfigError, match="neither a file nor a built-in configuration. Did you mean smollm2/sft"):
         load_run_config("smollm2/sft_ful")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("qwen3/sft_lora", "qwen3/sft_lora_0.6b or qwen3/sft_lora_1.7b or"),  # the size is left out
+        ("mine.yml", "mine.yaml?"),
+        ("mine", "mine.yaml?"),
+        ("./mien.yaml", "mine.yaml?"),
+        ("deep/mine", "deep/mine.yaml?"),
+    ],
+)
+def test_what_is_nearly_a_name_is_suggested(tmp_path, monkeypatch, name, meant):
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path / "deep"):
+        folder.mkdir(exist_ok=True)
+        (folder / "mine.yaml").write_text("recipe: sft\n")
+    with pytest.raises(ConfigError, match=re.escape(f"Did you mean {meant}")):
+        load_run_config(name)
+
+
+def test_a_tab_is_called_one():
+    with pytest.raises(ConfigError, match="run.yaml:2:1: a tab stands here; YAML is indented with spaces"):
+        read_settings("a:\n\tb: 1\n", "run.yaml")
 
 
 def test_keys_given_twice_and_keys_that_are_no_names():

@@ -29,7 +29,8 @@ OBJECTIVES = {
     "tied ce": "llama_tied", "tied kd": "llama_tied", "mix": "llama", "lora": "llama", "lora kd": "llama",
     "stock flag": "llama", "tied self": "llama_tied", "hidden, one width": "llama", "hidden": "llama",
     "callback": "llama", "cached": "llama", "cached hidden": "llama", "on_policy": "llama",
-    "tied lora on_policy": "llama_tied", "seq_kd": "llama", "weighted": "llama",
+    "tied lora on_policy": "llama_tied", "tied on_policy in graphs": "llama_tied", "seq_kd": "llama",
+    "weighted": "llama",
 }  # fmt: skip
 OPTIONS = {"": {}, "recomputed": {"gradient_checkpointing": True}, "whole teacher": {"teacher_device": "cpu"}}
 # The other objectives by DDP are in splits.py. The head is what FSDP2 treats differently, so its variants take tied and
@@ -46,6 +47,7 @@ STEPS = [
 QUICK = [
     *(("fsdp2", objective, "") for objective in (
         "tied ce", "tied kd", "hidden", "lora kd", "stock flag", "callback", "cached", "tied lora on_policy",
+        "tied on_policy in graphs",
     )),
     ("fsdp2, kept gathered", "on_policy", ""), ("fsdp2, loaded by rank 0", "tied kd", ""),
     ("fsdp2", "lora", "recomputed"), ("fsdp2", "tied kd", "whole teacher"),

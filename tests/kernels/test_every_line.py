@@ -15,6 +15,7 @@ from kernel_checks import LEAVES, PATHS, double, evaluate, random_inputs, random
 from small_blocks import home
 
 from liger_trainer.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from liger_trainer.kernels.divergence_kinds import KINDS
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from liger_trainer.kernels.linear_divergence import linear_divergence, linear_divergence_reference
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence, linear_sparse_divergence_reference
@@ -27,7 +28,6 @@ OPS = {
     "sparse": (linear_sparse_divergence, linear_sparse_divergence_reference),
 }
 ADAPTERS, TEACHER_ADAPTER = ("a0", "b0", "a1", "b1"), ("teacher_a", "teacher_b")
-KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "symmetric_kl", "tvd")
 EACH_KIND = {kind: 0.3 + 0.1 * i for i, kind in enumerate(KINDS)}
 EACH = torch.tensor([0.5, 2.0, -1.5])  # an upstream gradient for each token
 

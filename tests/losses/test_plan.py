@@ -155,6 +155,18 @@ def test_wrong_lists(fields, message):
         ("losses:\n  - {type: ce}\n  - {type: tvd, weigth: 1}\n", r"r.yaml:6: losses: \[1\].weigth: unknown key"),
         ("schedules: {temperature: {to: -1.0}}\n", "r.yaml:4: schedules: temperature: expected a number above 0"),
         ("schedules: {ce_weight: {to: 1.0}}\n", "r.yaml:4: schedules: 'ce_weight' is no scalar of this loss"),
+        (
+            "schedules: {max_completion_length: {from: 8, to: 64}}\n",
+            "r.yaml:4: schedules: max_completion_length: nothing is sampled: set lmbda or seq_kd",
+        ),
+        (
+            "schedules: {max_completion_length: {from: 8, to: 64}}\nlmbda: 1.0\nmax_completion_length: 32\n",
+            "r.yaml:4: schedules: max_completion_length: from 8 to 64 goes beyond max_completion_length, 32",
+        ),
+        (
+            "schedules: {max_completion_length: {from: 0, to: 64}}\nlmbda: 1.0\nmax_completion_length: 64\n",
+            "r.yaml:4: schedules: max_completion_length: expected a number of at least 1",
+        ),
         ("taid: {start: 0.9, end: 0.1}\n", "r.yaml:4: taid: the teacher's share rises"),
         ("skew_alpha: 0.2\n", "r.yaml:4: skew_alpha: has no effect"),
         ("label_smoothing_factor: 0.1\n", "r.yaml:4: label_smoothing_factor: has no effect: it is of"),

@@ -48,7 +48,16 @@ learning_rate: 1e-3
 LORA = "use_peft: true\nlora_target_modules: all-linear\n"
 TEACHER = "teacher_model_name_or_path: demo:smollm2-135m-instruct\n"
 MINE_LAST = ("dataset_name=mine.csv",)  # after those that make a configuration small
-NEW = ("--purpose", "sft", "--model", "some/model", "--method", "lora", "--data", "mine.jsonl")  # instead of questions
+NEW = (
+    "--purpose",
+    "sft",
+    "--model",
+    "some/model",
+    "--method",
+    "lora",
+    "--data",
+    "trl-lib/Capybara",
+)  # instead of questions
 CACHED = f"{TEACHER}teacher: cache\nteacher_cache_dir: outputs/my_cache\n"
 
 

@@ -206,6 +206,9 @@ def test_what_is_local_keeps_its_last_name_alone(tmp_path, monkeypatch):
     assert public({"a": [str(tmp_path / "x.jsonl"), "~/y", "../z", "data", 3]}) == {
         "a": ["x.jsonl", "y", "z", "data", 3]
     }
+    assert public('[{"path": "/home/me/teacher", "weight": 1}]') == '[{"path": "teacher", "weight": 1}]'
+    assert public("cache=~/x/rows, log=../y/out.txt") == "cache=rows, log=out.txt"
+    assert public("http://host:8000/v1") == "http://host:8000/v1" and public("km/h") == "km/h"
     assert public("org/name") == "org/name" and public("x" * 5000) == "x" * 5000
     assert hub_id("org/name") == "org/name"
     assert [hub_id(name) for name in ("data", "/org/name", "demo:x", "json", None, "a/b/c")] == [None] * 6
@@ -235,7 +238,8 @@ def test_dagshub_needs_mlflow_too(monkeypatch, tmp_path):
     (tmp_path / "dagshub.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    assert "dagshub needs mlflow" in (trackers.not_installed("dagshub") or "")
+    ((key, told),) = trackers.not_installed({"report_to": "dagshub"})
+    assert key == "report_to" and "dagshub needs mlflow" in told
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 from commands import end_of, metrics, save_models, settings, texts, without_report, write_rows
 from recorders import calls_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerState, TrainingArguments
 
+from liger_trainer.run import progress as progress_module
 from liger_trainer.run import samples
+from liger_trainer.run.progress import RunProgress, SpeedMetrics
 from liger_trainer.run.recipe import next_commands
 from liger_trainer.run.reports.html import verdict
-from liger_trainer.run.train_loop import RunProgress
 
 STEPS = 6
 
@@ -86,12 +87,87 @@ def test_the_teacher_is_timed_right_after_the_student(run, monkeypatch):
     printed_of(run.folder, "output_dir=timed", "max_steps=1", "eval_strategy=no")
     timed = [model.num_parameters() for model, *_, writing in calls if isinstance(writing, samples.Writing)]
     student, teacher = (run.metrics["models"][name]["parameters"] for name in ("student", "teacher"))
-    assert timed == [student, student, teacher]  # before training, and after it
+    assert timed == [teacher, student, student, teacher]  # before training, and after it
+
+
+def test_a_speed_that_changes_is_left_out():
+    assert samples.steady(10.0, 11.0) == 11.0 and samples.steady(None, 11.0) == 11.0
+    assert samples.steady(21.0, 10.0) is None and samples.steady(10.0, 21.0) is None
+    assert samples.steady(None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["per_device_train_batch_size=8", "gradient_accumulation_steps=8"],
+            "only 1 step, since there are 24 rows and a step takes up to 64",
+        ),
+        (["packing=true", "max_length=64"], "sequences that rows are packed into"),
+        (["max_steps=2"], None),  # who asks for two steps knows it
+        (["per_device_train_batch_size=1"], None),
+    ],
+)
+def test_few_steps_are_announced_before_training(run, overrides, said):
+    out, _ = printed_of(run.folder, "~max_steps", "num_train_epochs=1", "output_dir=few", "overwrite_output_dir=true",
+                        "eval_strategy=no", "num_sample_completions=0", *overrides)  # fmt: skip
+    assert ("the model will hardly change. More steps come of num_train_epochs=" in out) == (said is not None)
+    if said is not None:
+        assert said in out and out.index(said) < out.index("measuring before")
+
+
+def test_a_long_measurement_goes_on_saying_something(capsys, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(progress_module.time, "perf_counter", lambda: clock.now)
+    progress, state = RunProgress(False, SpeedMetrics()), SimpleNamespace(is_world_process_zero=True)
+    for _ in range(50):
+        progress.on_prediction_step(None, state, None, eval_dataloader=[0] * 50)
+        clock.now += 1.0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["measuring before: held-out rows, batches: 50", "measuring before: batch 21 of 50",
+                     "measuring before: batch 42 of 50"]  # fmt: skip
+
+
+def test_the_time_left_is_not_that_of_the_first_step(monkeypatch):
+    """A first step of a minute, then seconds, one of them in a busy moment; evaluations count by their share."""
+    clock, logs = SimpleNamespace(now=10.0), []
+    monkeypatch.setattr(progress_module.time, "perf_counter", lambda: clock.now)
+    args, state, pace = TrainingArguments(use_cpu=True), TrainerState(), SpeedMetrics()
+    pace.on_train_begin(args, state, None)
+    for seconds in (60.0, 1.0, 1.0, 30.0, 1.0, 1.0):
+        pace.on_step_begin(args, state, None)
+        clock.now += seconds
+        state.global_step += 1
+        pace.on_step_end(args, state, None)
+        state.log_history.append({})
+        pace.on_log(args, state, None, logs={"loss": 1.0, "num_tokens": 8.0 * state.global_step})
+        logs.append(pace.seconds_a_step())
+        if state.global_step == 3:
+            pace.on_evaluate(args, state, None)
+            clock.now += 6.0
+    assert logs[:3] == [None, 1.0, 1.0]
+    assert logs[3:] == [1.0 + 6 / 4, 1.0 + 6 / 5, 1.0 + 6 / 6]
+
+
+def test_an_attempt_that_did_not_fit_is_not_in_the_pace(monkeypatch):
+    """auto_find_batch_size begins training again; the first log tells the speed of what then happened."""
+    clock = SimpleNamespace(now=10.0)
+    monkeypatch.setattr(progress_module.time, "perf_counter", lambda: clock.now)
+    args, state, pace = TrainingArguments(use_cpu=True), TrainerState(), SpeedMetrics()
+    for seconds in (100.0, 2.0):
+        pace.on_train_begin(args, state, None)
+        pace.on_step_begin(args, state, None)
+        clock.now += seconds
+    pace.on_step_end(args, state, None)
+    state.log_history.append({})
+    logs = {"loss": 1.0, "num_tokens": 8.0}
+    pace.on_log(args, state, None, logs=logs)
+    assert logs["tokens_per_second"] == 4.0
 
 
 def test_bars_say_what_they_are(capsys, monkeypatch):
     state = SimpleNamespace(is_world_process_zero=True, max_steps=4, global_step=0)
-    progress, loader = RunProgress(True), [0] * 3
+    progress, loader = RunProgress(True, SpeedMetrics()), [0] * 3
     progress.on_prediction_step(None, state, None, eval_dataloader=loader)
     progress.on_evaluate(None, state, None, metrics={})
     progress.on_train_begin(None, state, None)
@@ -119,11 +195,12 @@ def test_the_speed_of_generation_leaves_the_first_prompt_out():
 @pytest.mark.parametrize(
     ("recipe", "before", "after", "tone", "text"),
     [
-        ("sft", {"loss": 2.0}, {"loss": 1.5}, "good", "got better on rows that it was not trained on: loss from"),
+        ("sft", {"loss": 2.0}, {"loss": 1.5}, "good", "The model got better on rows that it was not"),
         ("sft", {"loss": 2.0}, {"loss": 2.1}, "bad", "got worse"),
         ("sft", {"loss": 2.0}, {"loss": 1.995}, "", "hardly changed"),
         ("sft", {"loss": 2.0}, {"loss": math.nan}, "bad", "is NaN"),
         ("distill", {"forward_kl": 1.0, "loss": 1.0}, {"forward_kl": 0.5, "loss": 9.0}, "good", "0.500 (−50.0%)"),
+        ("distill", {"forward_kl": 1.0}, {"forward_kl": 1.0}, "", "The student hardly changed"),
         ("distill", {"agreement_at_1": 0.5}, {"agreement_at_1": 0.4}, "bad", "agreement@1 from 0.500 to 0.400"),
         ("distill", {"loss/alm": 0.5, "student_perplexity": 9.0}, {"loss/alm": 0.4, "student_perplexity": 11.0}, "good",
          "ALM from 0.500 to 0.400"),

@@ -202,7 +202,7 @@ def refuse(*args, **kwargs):
 @pytest.mark.parametrize(
     ("overrides", "code", "message"),
     [(("max_length=3",), 4, "supervised token"),
-     (("lora_target_modules=[nothing]", "use_peft=true"), 2, "LigerTrainer refuses these settings")],
+     (("lora_target_modules=[nothing]", "use_peft=true"), 2, "has no module called 'nothing'")],
 )  # fmt: skip
 def test_what_is_seen_with_the_weights_is_a_message_too(run, overrides, code, message):
     refused(run(SETTINGS, *overrides), code, message)
@@ -440,3 +440,12 @@ def test_a_training_that_begins_again_with_smaller_batches_is_measured_once(run,
     assert "begins again with the weights as they are by then" in err
     before = metrics(tmp_path / "out")["before"]
     assert len(measured) == 2 and before["loss"] == measured[0].metrics["loss"]
+
+
+def test_an_adapter_names_its_base_so_that_it_is_found_from_elsewhere(run, tmp_path, monkeypatch):
+    """The configuration names it by a relative path."""
+    done(run(SETTINGS, "use_peft=true", "max_steps=1"))
+    base = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert base == str(tmp_path / "student")
+    monkeypatch.chdir(tmp_path / "student")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out") is not None

@@ -17,8 +17,9 @@ from finished_runs import config_text, content, log_history
 from tiny import WORDS
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from liger_trainer.run import progress as callbacks
 from liger_trainer.run import recipe as saving
-from liger_trainer.run import train_loop as callbacks
+from liger_trainer.run.progress import SpeedMetrics, gpu_utilization
 from liger_trainer.run.reports import drawing
 from liger_trainer.run.reports import html as html_report
 from liger_trainer.run.reports.drawing import CHARTS, SERIES, charts_of, different, lines_of, points
@@ -37,7 +38,6 @@ from liger_trainer.run.reports.tables import (
     settings,
     side_by_side,
 )
-from liger_trainer.run.train_loop import SpeedMetrics, gpu_utilization
 
 SECTIONS = ["metrics", "curves", "samples", "data", "configuration", "layers", "cost", "environment"]
 VOID = {"meta", "link", "br", "use", "img", "input"}
@@ -228,6 +228,23 @@ def test_the_best_of_several_runs_stands_on_top(make, no_curves, kl, verdict):
     assert re.findall(r'<p class="verdict ">(.*?)</p>', page.read_text()) == ([verdict] if verdict else [])
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"data": {"sha256": "ab" * 32, "learned": "the answers of each chat"}},
+        {"rows": {"eval": {"supervised_tokens": 90}}},  # such as with a shorter max_length
+    ],
+)
+def test_means_over_other_tokens_are_not_ranked(make, no_curves, other):
+    first = {"data": {"sha256": "ab" * 32, "learned": "every message, the user's too"},
+             "rows": {"eval": {"supervised_tokens": 100}}}  # fmt: skip
+    one, two = make("one", metrics=first), make("two", scale=0.5, metrics={**first, **other})
+    assert end_of("report", one, two, "--output", one / "all.html") == 0
+    page = Page(one / "all.html")
+    assert "The runs learn different parts of the same rows" in " ".join(page.text.split())
+    assert 'class="verdict' not in page.source and 'class="best"' not in page.source
+
+
 def test_runs_of_one_name_are_told_apart(make):
     runs = [read_run(make("a/out")), read_run(make("b/out"))]
     assert names(runs) == ["a/out", "b/out"] and names(runs[:1]) == ["out"]
@@ -378,7 +395,7 @@ def test_the_use_of_the_gpu_is_logged_where_it_can_be_read(monkeypatch):
     monkeypatch.setattr(callbacks.torch.cuda, "utilization", missing)
     assert gpu_utilization(on_gpu) is None
     monkeypatch.setattr(callbacks, "gpu_utilization", lambda args: 87.0)
-    state, logs = SimpleNamespace(log_history=[{}]), {"loss": 1.0, "num_tokens": 8.0}
+    state, logs = SimpleNamespace(log_history=[{}], global_step=1), {"loss": 1.0, "num_tokens": 8.0}
     SpeedMetrics().on_log(on_cpu, state, None, logs=logs)
     assert logs["gpu_utilization"] == state.log_history[-1]["gpu_utilization"] == 87.0
 

@@ -14,7 +14,7 @@ from processes import run_on
 
 import liger_trainer
 from liger_trainer.common.signals import SIGNALS, handling
-from liger_trainer.run import train_loop
+from liger_trainer.run import progress, train_loop
 
 ROOT = str(Path(liger_trainer.__file__).parents[1])
 SETTINGS = settings(max_steps=100000, per_device_train_batch_size=2, disable_tqdm=False)
@@ -107,6 +107,34 @@ def test_a_signal_before_training_ends_the_run(folder, capsys, monkeypatch):
     assert not Path("out").exists()
 
 
+def test_a_signal_in_the_last_step_ends_the_run(folder, capsys, send):
+    """And what is left to do, saving the model and measuring it, a resumed run does."""
+    send(signal.SIGTERM)
+    said = "SIGTERM: Stopped at step 2 of 2; saved out/checkpoint-2. To go on: liger-trainer resume out"
+    refused(run(capsys, "max_steps=2"), 130, said)
+    assert not Path("out/metrics.json").exists()
+    done(call(capsys, "resume", "out"))
+    assert Path("out/metrics.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("save", "said"),
+    [("steps", "saved out/checkpoint-2. To go on"), ("no", "Stopped after step 2 of 2; nothing was saved of it.")],
+)
+def test_a_signal_after_the_last_step_ends_the_run(folder, capsys, monkeypatch, save, said):
+    """In the evaluation there, which no further step follows."""
+    evaluated = progress.RunProgress.on_evaluate
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        if self.phase == progress.BETWEEN:
+            os.kill(os.getpid(), signal.SIGTERM)
+        evaluated(self, args, state, control, **kwargs)
+
+    monkeypatch.setattr(progress.RunProgress, "on_evaluate", on_evaluate)
+    refused(run(capsys, "max_steps=2", f"save_strategy={save}", "eval_strategy=steps", "eval_steps=2"), 130, said)
+    assert not Path("out/metrics.json").exists()
+
+
 def test_max_hours_saves_a_checkpoint(folder, capsys, send):
     said = (
         "max_hours: 1e-09 is over. Stopped at step 1 of 100000; saved out/checkpoint-1. To go on: liger-trainer resume"
@@ -116,8 +144,6 @@ def test_max_hours_saves_a_checkpoint(folder, capsys, send):
     again = call(capsys, "resume", "out", "--checkpoint", "checkpoint-1", "max_hours=1e-9")
     refused(again, 124, "To go on: liger-trainer resume out --checkpoint checkpoint-2")
     done(run(capsys, "max_hours=1e-9", "max_steps=1", "output_dir=ended"))  # over in the last step: it is finished
-    send(signal.SIGINT)
-    done(run(capsys, "max_steps=2", "output_dir=last"))  # so is a signal
     refused(run(capsys, "max_hours=0"), 2, "max_hours")
 
 

@@ -20,7 +20,6 @@ from liger_trainer.tools.selfcheck_cases import CHECKS, Draw, Sizes, adapted
 
 Tensors = dict[str, Any]
 SMALL = Sizes(rows=7, hidden=24, inner=21, vocab=37, rank=3, heads=4, keys=2, width=16, positions=5)
-KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "symmetric_kl", "tvd")
 ADAPTER = re.compile(r"(^|_)[ab]\d*$")
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
 _CHECKS = {check.name: check for check in CHECKS}

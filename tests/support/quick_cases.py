@@ -14,6 +14,13 @@ def slow_but(cases: Iterable[str], *quick: str) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+def quick_but(cases: Iterable[str], *slow: str) -> list[Any]:
+    """Return names of cases as parameters, only `slow` marked so: a case that is new is quick, and has to pass."""
+    names = list(cases)
+    assert set(slow) <= set(names), set(slow) - set(names)
+    return slow_but(names, *(name for name in names if name not in slow))
+
+
 def by_turns(first: Iterable, second: Iterable) -> list[Any]:
     """Return the product of two lists as parameters, all slow but each of `first` with one of `second`, by turns."""
     seconds = list(second)

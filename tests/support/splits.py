@@ -37,6 +37,7 @@ OBJECTIVES = {
                {"type": "hidden_cosine", "layers": "last"}],
     "hidden, one width": [{"type": "skew_kl", "alpha": 0.2}, {"type": "hidden_mse", "weight": 0.3}],
     "on_policy": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
+    "on_policy in graphs": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
     "lora on_policy": [{"type": "reverse_kl"}],
     "seq_kd": [{"type": "forward_kl"}],
     "self": [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}],  # the student without its adapters
@@ -70,6 +71,7 @@ ADAPTERS = {
 SAMPLED = {"max_completion_length": 16, "generation_kwargs": {"do_sample": False}}
 CHANGES = {
     "on_policy": {"lmbda": 0.999, **SAMPLED}, "lora on_policy": {"lmbda": 0.999, **SAMPLED},  # with 1.0 there is no ce
+    "on_policy in graphs": {"lmbda": 0.999, "sampler": "graphs", **SAMPLED},
     "seq_kd": {"seq_kd": True, **SAMPLED}, "self": {"teacher": "self"},
 }  # fmt: skip
 

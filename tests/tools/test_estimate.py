@@ -14,15 +14,17 @@ from peft import LoraConfig, get_peft_model
 from recorders import calls_of
 from tiny import FAMILIES, SIZES, VOCAB, tiny_model, tiny_tokenizer
 
+from liger_trainer.errors import ConfigError
 from liger_trainer.losses.spec import Distillation, LossOptions
 from liger_trainer.patching.patcher import base_of, patch
 from liger_trainer.tools.estimate import estimator as estimating
 from liger_trainer.tools.estimate import simulate as memory_simulation
 from liger_trainer.tools.estimate.estimator import GPUS, gpu_named
 from liger_trainer.tools.estimate.memory_tracker import BLOCK, MemoryTracker
-from liger_trainer.tools.estimate.simulate import ModelSpec, StepSpec, simulate
+from liger_trainer.tools.estimate.simulate import ModelSpec, Rollout, StepSpec, simulate
 from liger_trainer.tools.estimate.stand_ins import MomentsOptimizer
 from liger_trainer.tools.estimate.step_spec import Sharding
+from liger_trainer.trainers.rollouts import Rollouts
 
 ADAMW = functools.partial(torch.optim.AdamW, fused=True)
 FOREACH = functools.partial(torch.optim.AdamW, foreach=True)
@@ -281,6 +283,31 @@ def test_graphs_of_both_models_and_of_small_layers_alone(monkeypatch):
     assert simulate(step(student=four_bit, peft=LORA, cuda_graphs="auto")).graphs_bytes is None
 
 
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
+def test_a_rollout_takes_what_a_real_one_does(peft):
+    """Keys and values of all rows, prompts in one flat row, and the weights under merged adapters."""
+    rows, prompt, completion = 8, 96, 160
+    spec = step(peft=peft, rollout=Rollout(rows, prompt, completion))
+    memory = simulate(spec)
+    plain = simulate(dataclasses.replace(spec, rollout=None))
+    assert plain.sampling is None and plain.peaks == memory.peaks
+    kept = 2 * 2 * (rows + 1) * SIZES["num_key_value_heads"] * (prompt + completion) * 32 * 4
+    assert memory.sampling.parts["keys and values"] == pytest.approx(kept, abs=BLOCK)
+    state = memory.peaks["optimizer"].parts["optimizer state"]
+    assert memory.sampling.parts["optimizer state"] == state > 0
+    model = transformers.AutoModelForCausalLM.from_config(config_of(**WIDE))  # a simulation has marked the other one
+    model = model if peft is None else get_peft_model(model, peft)
+    patch(base_of(model))
+    how = transformers.GenerationConfig(max_new_tokens=completion, do_sample=False, eos_token_id=None)
+    rollouts, prompts = Rollouts(model.eval(), how, None), [[*range(prompt)]] * rows
+    rollouts.complete(prompts, 0, most_tokens=1)  # which proves it
+    tracker = MemoryTracker()
+    tracker.add([*model.parameters(), *model.buffers()], "student weights")
+    with tracker, tracker.during("sampling"):
+        rollouts.complete(prompts, 0)
+    assert tracker.peaks["sampling"].bytes == pytest.approx(memory.sampling.bytes - state, rel=0.1)
+
+
 def test_moments_of_8_bits_and_paged_ones():
     for options, factor in (({"moments": 2, "bits": 8}, 0.5), ({"moments": 1, "bits": 32}, 1.0)):
         made = functools.partial(MomentsOptimizer, paged=False, **options)
@@ -355,6 +382,10 @@ def test_gpus_by_name_and_by_size():
     for name, full in (("h100", "H100 80GB"), ("A100 40 GB", "A100 40GB"), ("4090", "RTX 4090 24GB")):
         assert gpu_named(name).name == full
     assert gpu_named("24GB").mib == 24 * 1024
+    assert gpu_named("RTX 4060").name == "RTX 4060 8GB"  # and not the Ti, which has twice the memory
+    assert gpu_named("4060 Ti 16GB").name == "RTX 4060 Ti 16GB"
+    with pytest.raises(ConfigError, match="may be RTX 4060 Ti 16GB, RTX 4060 Ti 8GB: say which"):
+        gpu_named("4060 ti")
     assert all(gpu.usable_mib < gpu.mib for gpu in GPUS)
 
 
@@ -389,7 +420,10 @@ def test_the_command(project, capsys):
     assert sum(found["parts_mib"].values()) == pytest.approx(found["peak_mib"])
     assert found["length"] == 13  # the longest row: w1, w2w3, ten more words and the end
     assert found["steps"] == 10  # 38 rows of 40 are trained on, 4 a step
-    assert found["tokens_per_step"] * found["steps"] == found["total_tokens"]
+    assert found["tokens_per_step"] * found["steps"] == pytest.approx(found["total_tokens"], abs=found["steps"])
+    # A step has no more tokens than there are: 38 rows fill one packed one of 2048 to less than a quarter.
+    few = _json(capsys, "packing=true", "max_length=2048", "gradient_accumulation_steps=8")
+    assert few["steps"] == 1 and few["tokens_per_step"] == few["total_tokens"] == found["total_tokens"] < 512
     assert "weights behind the quantised" in _json(capsys, "--gpu", "H100 80GB", "qat=int8")["parts_mib"]
     assert found["graphs_mib"] and _json(capsys, "cuda_graphs=never")["graphs_mib"] is None
     always = _json(capsys, "cuda_graphs=always")
@@ -438,7 +472,7 @@ def test_a_cache_of_hidden_states_takes_its_head_and_two_bytes_a_value(project, 
     named = _json(capsys, *HIDDEN, "teacher_model_name_or_path=teacher", "beta=0.5", "bf16=true")
     head = VOCAB * 128 * 2
     assert named["parts_mib"]["teacher weights"] == pytest.approx(head / 2**20)
-    tokens = named["tokens_per_step"] / 4 * 38  # four rows a step, 38 in all
+    tokens = named["total_tokens"]
     assert named["cache_mib"] == pytest.approx((tokens * 256 + head) / 2**20, rel=0.02)
     plain = _json(capsys, "recipe=distill", "teacher_model_name_or_path=teacher", "bf16=true")
     whole = plain["parts_mib"]["teacher weights"]

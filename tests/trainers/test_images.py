@@ -403,3 +403,9 @@ def test_distillation_with_graphs_of_both_models(family):
     )
     assert always == pytest.approx(never, rel=1e-3)
     assert torch.tensor(always).isfinite().all()
+
+
+def test_a_trainer_without_a_model_says_so():
+    """With a frozen vision tower too, which is looked for in the model."""
+    with pytest.raises(TypeError, match="model"):
+        LigerTrainer(args=LigerConfig("out", freeze_vision_tower=True, bf16=False), peft_config=LoraConfig())

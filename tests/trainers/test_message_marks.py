@@ -91,7 +91,7 @@ PARTS = {
 @pytest.mark.parametrize(("part", "answers_only"), PARTS)
 def test_the_trainer_learns_the_part_with_a_template_that_trl_has_no_marks_for(part, answers_only):
     template = chat_template_utils.llama3_chat_template.replace("| trim", "|trim ")
-    with pytest.raises(ValueError, match="not supported"):
+    with pytest.raises(ConfigError, match="Set supervised_part to content too"):
         make([{"messages": CHAT}], template, assistant_only_loss=True)
     options = {"supervised_part": part, "assistant_only_loss": answers_only}
     trainer = make([{"messages": CHAT}], template, **options)

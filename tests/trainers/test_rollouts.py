@@ -1,21 +1,26 @@
 """Completions decoded step by step with kept keys: equal to `generate`'s, whoever leaves when; who is not served."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from recorders import RunsAgain
-from tiny import FAMILIES, VOCAB, completions, tiny_model
+from tiny import FAMILIES, VOCAB, completions, tiny_model, tiny_tokenizer
 from trainings import distill, logged, trained
 from transformers import GenerationConfig
 from vision import vision_model
 
 from liger_trainer import patch
 from liger_trainer.errors import ConfigError
+from liger_trainer.extras import chat
 from liger_trainer.patching.graphs.recorder import CudaRecorder
+from liger_trainer.run import samples
+from liger_trainer.trainers import decoder as decoder_file
 from liger_trainer.trainers import decoding_layers as decoding_file
 from liger_trainer.trainers import rollouts as rollouts_file
+from liger_trainer.trainers.decoder import Decoder
 from liger_trainer.trainers.rollouts import NotServed, Rollouts
 
 REFUSED = {"mixtral": "experts", "gpt2": "something else for each implementation"}
@@ -281,3 +286,96 @@ def test_a_layer_of_a_step_is_few_launches(family, patched, monkeypatch):
     layer = [(3,), attention, (1, "residual"), *mlp, (1, "residual")]
     step = [*layer, *layer, (1,)]  # the last is the head
     assert calls == [call for call in step if call[0] != "attention"] + step * rollouts_file.CHUNK  # prompts first
+
+
+# Whoever asks for completions
+
+
+@pytest.mark.parametrize("device, recorder", DEVICES)
+def test_a_completion_may_be_shorter_this_time(device, recorder):
+    """A schedule of lengths: the same graphs, no draw differs, and the end is where generate's would be."""
+    model, prompts = tiny_model("qwen3").to(device), prompts_of((3, 9, 20))
+    rollouts = Rollouts(model, settings(do_sample=True, eos_token_id=None), recorder)
+    whole = rollouts.complete(prompts, 7)
+    steps = dict(rollouts._steps)
+    for most in (1, 5, 12):
+        assert rollouts.complete(prompts, 7, most_tokens=most) == [text[:most] for text in whole]
+    assert rollouts._steps == steps
+    assert [len(text) for text in rollouts.complete(prompts, 7, most_tokens=99)] == [12] * 3
+
+
+class Heard:
+    """A streamer of transformers: what it was given."""
+
+    def __init__(self):
+        self.pieces, self.ended = [], False
+
+    def put(self, value):
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("sampler", ["graphs", "generate"])
+def test_tokens_are_told_as_they_come(sampler, device):
+    """The prompt, then each token, as `generate` does it; once to an end, once to the most tokens."""
+    model, prompt = tiny_model("qwen3").to(device), prompts_of((4,))[0]
+    plain = generated(model, [prompt], settings(max_new_tokens=40, eos_token_id=None))[0]
+    for how, count in ((settings(max_new_tokens=40, eos_token_id=plain[20]), plain.index(plain[20]) + 1), (settings(
+        max_new_tokens=40, eos_token_id=None), 40)):  # fmt: skip
+        heard = Heard()
+        (text,) = Decoder(sampler).complete(model, [prompt], how, seed=0, streamer=heard)
+        assert text == plain[:count] and heard.ended
+        assert heard.pieces == [prompt, *([token] for token in text)]
+
+
+def test_a_decoder_keeps_what_it_has_recorded(monkeypatch):
+    made = []
+    monkeypatch.setattr(decoder_file, "Rollouts", lambda *given: made.append(given) or Rollouts(*given))
+    model, prompts, decoder = tiny_model("qwen3"), prompts_of(), Decoder("graphs")
+    for most in (8, 12, 3):
+        how = settings(max_new_tokens=most)
+        assert decoder.complete(model, prompts, how, seed=0) == generated(model, prompts, how)
+    assert len(made) == 2  # for 8 tokens, and for 12
+    assert decoder.complete(model, prompts, settings(top_k=1, do_sample=True), 0) == generated(
+        model, prompts, settings()
+    )
+    assert len(made) == 3
+    with pytest.raises(ConfigError, match="sampler: graphs does not go with this model: repetition_penalty"):
+        decoder.complete(model, prompts, settings(repetition_penalty=2.0), 0)
+
+
+def test_why_generate_samples_is_said_once(monkeypatch, capsys):
+    monkeypatch.setattr(decoder_file, "GENERATE", "no sampler")  # so that a CPU's is one of graphs
+    monkeypatch.setattr(decoder_file, "AUTO", "no sampler either")
+    model, prompts, told = tiny_model("gpt2"), prompts_of((3, 9)), []
+    for _ in range(2):
+        decoder = Decoder("auto")
+        for _ in range(2):
+            told.append(decoder.complete(model, prompts, settings(), 0))
+    assert told == [generated(model, prompts, settings())] * 4
+    assert capsys.readouterr().out.count("completions of GPT2LMHeadModel are sampled by generate, not in CUDA") == 1
+
+
+def test_the_completions_of_a_run_and_of_a_chat_are_decoded_here(monkeypatch):
+    """Without a GPU only where it is asked for: then with the texts that generate writes."""
+    model, tokenizer = tiny_model("qwen3"), tiny_tokenizer()
+    prompts = [samples.Prompt("", ids, None) for ids in prompts_of()]
+    messages = [{"role": "user", "content": tokenizer.decode([9, 10])}]
+    said, asked = {}, []
+    monkeypatch.setattr(
+        Rollouts, "complete", lambda self, *a, of=Rollouts.complete, **k: asked.append(1) or of(self, *a, **k)
+    )
+    for sampler in ("graphs", "generate"):
+        asked.clear()
+        monkeypatch.setattr(samples, "Decoder", partial(Decoder, sampler))
+        texts = samples.complete(model, tokenizer, prompts, 6)
+        speaker, pieces = chat.Speaker("student", model, tokenizer, decoder=Decoder(sampler)), []
+        answer = speaker.answer(messages, chat.Manner(max_new_tokens=20, temperature=0), pieces.append)
+        said[sampler] = texts, answer.text, answer.tokens
+        assert "".join(pieces).strip() == answer.text
+        assert len(asked) == (len(prompts) + 1 if sampler == "graphs" else 0)
+    assert said["graphs"] == said["generate"]
+    assert speaker.answer(messages, chat.Manner(20, 1.0, seed=3), pieces.append).text

@@ -1,4 +1,4 @@
-"""Who samples: a model of this process, by transformers' `generate`, or a server of `/v1/completions`."""
+"""Who samples: a model of this process, in CUDA graphs or by `generate`, or a server of `/v1/completions`."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from ...errors import ConfigError
 from ...secrets import remember_settings
 from ...teachers.connection import Connection, ConnectionOptions, key_in
 from ...teachers.fingerprints import sampled_fingerprint
-from ...trainers.options import GENERATE
+from ...trainers.decoder import Decoder
 from ...trainers.rows import AllowedIds
 from ...trainers.samplers import ModelSampler, end_tokens
 from .options import GenerateOptions
@@ -54,7 +54,7 @@ class LocalTeacher:
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         _check_context(self._model, options)
-        self._writable = AllowedIds(max(tokenizer.get_vocab().values()) + 1)
+        self._writable, self._decoder = AllowedIds(max(tokenizer.get_vocab().values()) + 1), Decoder()
 
     @property
     def fingerprint(self) -> str | None:
@@ -76,10 +76,10 @@ class LocalTeacher:
             # 0 is no temperature for `generate`; do_sample says it
             max_completion_length=most, temperature=1.0 if greedy else self._options.temperature,
             top_p=self._options.top_p, top_k=self._options.top_k, min_p=None, repetition_penalty=1.0,
-            cache_implementation=None, generation_batch_size=None, sampler=GENERATE,
+            cache_implementation=None, generation_batch_size=None,
             generation_kwargs={"eos_token_id": stops, **({"do_sample": False, "top_k": None} if greedy else {})},
         )  # fmt: skip
-        return ModelSampler(args, self._tokenizer, self._writable)
+        return ModelSampler(args, self._tokenizer, self._writable, self._decoder)
 
     def _text(self, prompt: Tokens, sampled: Tokens) -> str:
         """Return what the tokens add to the prompt's text: some tokenizers write a word's space before it."""

@@ -34,6 +34,7 @@ from .tables import (
     memory,
     names,
     of_the_same_rows,
+    of_the_same_tokens,
     parameters,
     parts_of_the_time,
     patches,
@@ -78,14 +79,15 @@ def verdict(
     if new != new:
         return Verdict(f"{_name(first)} on the held-out rows is NaN: the trained model is of no use.", "bad")
     if abs(new - old) <= HARDLY * abs(old):
-        word, tone = "The student hardly changed", ""
+        word, tone = "hardly changed", ""
     elif (new < old) == (first.better == "lower"):
-        word, tone = "The student got better", "good"
+        word, tone = "got better", "good"
     else:
-        word, tone = "The student got worse", "bad"
+        word, tone = "got worse", "bad"
+    who = "student" if recipe == "distill" else "model"
     shown = [first, *(row for row in judged[1:] if row.metric in ("agreement_at_1", "perplexity"))]
     moves = ", ".join(_move(row, before[row.metric], after[row.metric]) for row in shown)
-    return Verdict(f"{word} on rows that it was not trained on: {moves}.{beside_teacher(models)}", tone)
+    return Verdict(f"The {who} {word} on rows that it was not trained on: {moves}.{beside_teacher(models)}", tone)
 
 
 def _name(row: MetricRow) -> str:
@@ -216,6 +218,11 @@ def _notes(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[str]:
     notes = [note if len(names) == len(runs) else f"{', '.join(names)}: {note}" for note, names in concerned.items()]
     if not of_the_same_rows(runs):
         notes.append("The runs do not have the same rows (their SHA-256 differ): held-out metrics do not compare.")
+    elif not of_the_same_tokens(runs):
+        notes.append(
+            "The runs learn different parts of the same rows (see `learned` and `supervised tokens` below): held-out "
+            "metrics are means over what is learned, so they do not compare."
+        )
     return notes
 
 
@@ -249,7 +256,7 @@ def _notes_on(run: RunRecord) -> Iterator[str]:
 def _comparison(runs: Sequence[RunRecord], labels: Sequence[str]) -> Verdict | None:
     """Say which of several runs is the best by the first metric of the table; None where they do not compare."""
     row = next((row for row in rows_of(runs) if row.better), None)
-    if row is None or not of_the_same_rows(runs):
+    if row is None or not of_the_same_tokens(runs):
         return None
     values = [latest(run)[0].get(row.metric) for run in runs]
     best = best_of(row, values)

@@ -401,7 +401,7 @@ def before_and_after(run: RunRecord) -> Grid:
 
 def side_by_side(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
     """Return the held-out metrics of several runs, before and after training; the best of each row is marked."""
-    rows, comparable = [], of_the_same_rows(runs)
+    rows, comparable = [], of_the_same_tokens(runs)
     for row in rows_of(runs):
         values = [latest(run)[0].get(row.metric) for run in runs]
         best = best_of(row, values) if comparable and not (distills(runs) and row.metric in _NOT_COMPARED) else None
@@ -429,6 +429,12 @@ def of_the_same_rows(runs: Sequence[RunRecord]) -> bool:
     return len({run.data["sha256"] for run in runs if "sha256" in run.data}) < 2
 
 
+def of_the_same_tokens(runs: Sequence[RunRecord]) -> bool:
+    """Whether held-out metrics are means over the same tokens, as far as is known: the same part of the same rows."""
+    told = {(run.data.get("learned"), run.rows.get("eval", {}).get("supervised_tokens")) for run in runs if run.data}
+    return of_the_same_rows(runs) and len(told) < 2
+
+
 def facts(
     runs: Sequence[RunRecord],
     labels: Sequence[str],
@@ -452,14 +458,14 @@ def training_facts(run: RunRecord) -> dict[str, str]:
 
 
 def data_facts(run: RunRecord) -> dict[str, str]:
-    return {key.replace("_", " ").replace("sha256", "SHA-256"): count(value) for key, value in run.data.items()}
+    known = {key: value for key, value in run.data.items() if value is not None}  # a file has no licence
+    return {key.replace("_", " ").replace("sha256", "SHA-256"): count(value) for key, value in known.items()}
 
 
 def environment_facts(run: RunRecord) -> dict[str, str]:
     place = dict(run.environment)
-    gpus = place.pop("gpus", None) or []
     facts = {"device": str(run.training.get("device", "")), "platform": str(place.pop("platform", ""))}
-    for index, gpu in enumerate(gpus):
+    for index, gpu in enumerate(place.pop("gpus", None) or []):
         name, memory_gib, compute = (gpu.get(key) for key in ("name", "memory_gib", "compute_capability"))
         facts[f"GPU {index}"] = f"{name}, {memory_gib} GiB, compute {compute}"
     facts |= {key.replace("_", " "): shown(value) for key, value in place.items()}

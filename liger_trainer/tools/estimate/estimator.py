@@ -15,7 +15,7 @@ from ...config.run_config import load_run_config
 from ...errors import ConfigError
 from ...trainers.options import FAST
 from .memory_tracker import Peak
-from .simulate import StepMemory, StepSpec, simulate, simulate_reading
+from .simulate import SAMPLING, StepMemory, StepSpec, simulate, simulate_reading
 from .step_spec import RowLengths, Sharding, capture_spec, row_lengths, sharding_of, step_spec
 
 if TYPE_CHECKING:
@@ -46,9 +46,17 @@ GPUS = (
     Gpu("A40 48GB", 45400), Gpu("RTX A6000 48GB", 48530), Gpu("RTX PRO 6000 96GB", 97250),
     Gpu("RTX 6000 Ada 48GB", 48530), Gpu("RTX 5090 32GB", 32080), Gpu("RTX 4090 24GB", 24080),
     Gpu("RTX 3090 24GB", 24110), Gpu("RTX 4080 16GB", 15950), Gpu("RTX 4060 Ti 16GB", 15950),
-    Gpu("RTX 3060 12GB", 11910), Gpu("A10G 24GB", 22580), Gpu("L4 24GB", 22570), Gpu("V100 32GB", 32490, bf16=False),
+    Gpu("RTX 4060 Ti 8GB", 7810), Gpu("RTX 4060 8GB", 7810), Gpu("RTX 3060 12GB", 11910),
+    Gpu("A10G 24GB", 22580), Gpu("L4 24GB", 22570), Gpu("V100 32GB", 32490, bf16=False),
     Gpu("V100 16GB", 16140, bf16=False), Gpu("T4 16GB", 14910, bf16=False),
 )  # fmt: skip
+
+
+def _is_called(gpu: Gpu, words: Sequence[str]) -> bool:
+    """Return whether a GPU has all the words, and none that makes it another than the one with them: a "4060" is no
+    "4060 Ti"."""
+    own = gpu.name.lower().split()
+    return set(words) <= set(own) and not {"ti", "super"}.intersection(own).difference(words)
 
 
 def gpu_named(name: str) -> Gpu:
@@ -61,7 +69,7 @@ def gpu_named(name: str) -> Gpu:
     if size:
         return Gpu(f"{size[1]} GB", int(float(size[1]) * 1024))
     words = re.sub(r"(\d)\s+(gb|gib)\b", r"\1\2", name.lower()).replace("gib", "gb").split()
-    matches = [gpu for gpu in GPUS if all(word in gpu.name.lower().split() for word in words)] if words else []
+    matches = [gpu for gpu in GPUS if words and _is_called(gpu, words)]
     if not matches:
         close = difflib.get_close_matches(name, [gpu.name for gpu in GPUS], 3, 0.4)
         hint = f"Did you mean {', '.join(close)}? " if close else ""
@@ -145,6 +153,10 @@ class Estimate:
     graphs_mib: float | None = None
     # what capturing it takes on a GPU, if the teacher is named. It is no part of the run's peak.
     capture_mib: float | None = None
+    # the peak while completions are sampled in this process, all rows at once, and its part of keys and values; where
+    # less memory is free, fewer rows are completed at once, so that this decides nothing
+    sampling_mib: float | None = None
+    kept_mib: float | None = None
     gpu: Gpu | None = None
     fits: bool | None = None  # None without a GPU to compare with
     # settings that take less, each by itself; if none is enough, the last combines several
@@ -167,6 +179,7 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
     parts = {part: size / MIB for part, size in peak.parts.most_common() if size}
     fits = None if gpu is None else peak.bytes / MIB <= gpu.usable_mib
     changes = _changes(config, lengths, gpu, peak.bytes / MIB) if gpu is not None and not fits else ()
+    sampling = None if memory.sampling is None else sharding.share(SAMPLING, memory.sampling, memory)
     capture_mib, capture = None, capture_spec(config, spec, bf16)
     if capture is not None:
         reading, logits_bytes = capture
@@ -187,6 +200,8 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
         **_tokens(config, spec, lengths, sharding),
         graphs_mib=None if memory.graphs_bytes is None else memory.graphs_bytes / MIB,
         capture_mib=capture_mib,
+        sampling_mib=None if sampling is None else (sampling.bytes + LIBRARIES[1]) / MIB,
+        kept_mib=None if sampling is None else sampling.parts["keys and values"] / MIB,
         gpu=gpu,
         fits=fits,
         changes=changes,
@@ -229,26 +244,24 @@ def _tokens(config: "RunConfig", spec: StepSpec, lengths: RowLengths | str, shar
     """Return tokens_per_step, steps, total_tokens, cache_mib and unknown of an `Estimate`."""
     longest = spec.length * spec.rows // config["per_device_train_batch_size"]
     rows_a_step = config["per_device_train_batch_size"] * config["gradient_accumulation_steps"] * sharding.processes
-    steps, unknown, mean, epoch_rows, cache = config["max_steps"], "", float(longest), None, None
+    steps, unknown, cache = config["max_steps"] if config["max_steps"] > 0 else None, "", None
     if isinstance(lengths, str):
-        unknown = lengths
+        unknown, tokens = lengths, float(rows_a_step * longest)
     else:
-        mean, epoch_rows = min(lengths.mean, longest), lengths.rows
-        if config["packing"]:
-            # Packed rows are full, but for the last.
-            epoch_rows, mean = math.ceil(lengths.rows * mean / longest), float(longest)
+        epoch_tokens = lengths.rows * min(lengths.mean, longest)
+        # Packed rows are full, but for the last.
+        epoch_rows = math.ceil(epoch_tokens / longest) if config["packing"] else lengths.rows
+        epoch_steps = math.ceil(epoch_rows / rows_a_step)
+        # The last step of an epoch has the rows that are left, and so has the only one of a small dataset.
+        tokens = epoch_tokens / epoch_steps
+        steps = steps or math.ceil(epoch_steps * config["num_train_epochs"])
         if config.recipe == "distill" and config["teacher"] == "cache":
             assert spec.teacher_records is not None
-            cache = (epoch_rows * mean * spec.teacher_records.token_bytes + spec.teacher_records.fixed_bytes) / MIB
-    if steps <= 0:
-        steps = (
-            None if epoch_rows is None else math.ceil(math.ceil(epoch_rows / rows_a_step) * config["num_train_epochs"])
-        )
-    tokens = round(rows_a_step * mean)
+            cache = (epoch_tokens * spec.teacher_records.token_bytes + spec.teacher_records.fixed_bytes) / MIB
     return {
-        "tokens_per_step": tokens,
+        "tokens_per_step": round(tokens),
         "steps": steps,
-        "total_tokens": None if steps is None else tokens * steps,
+        "total_tokens": None if steps is None else round(tokens * steps),
         "cache_mib": cache,
         "unknown": unknown,
     }

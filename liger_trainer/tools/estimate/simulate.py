@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from peft import get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -22,7 +23,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ...common.weights import auto_class
 from ...compat.models import attention_implementation
-from ...compat.modules import own_buffers, own_parameters
+from ...compat.modules import own_buffers, own_parameters, without_some_hooks
 from ...compat.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -42,6 +43,7 @@ from .memory_tracker import MemoryTracker, Peak
 from .stand_ins import as_bitsandbytes, attention, attention_mask, on_a_gpu, quantize
 
 GATHERED = "weights to gather"  # the whole of them, which no process ever has: Sharding counts the layers at work
+SAMPLING = "sampling"  # a phase
 ATTENTION, BY_LENGTHS = "liger_trainer_without_data", "liger_trainer_without_data_by_lengths"
 
 
@@ -53,6 +55,17 @@ class ModelSpec:
     dtype: torch.dtype
     attention: str | None = None  # attn_implementation; None is sdpa where the model has it
     bits: int | None = None  # 4 or 8 of bitsandbytes, for linear layers
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Completions that are sampled at once in this process."""
+
+    rows: int
+    prompt: int  # prompt, completion: most tokens of each
+    completion: int
+    by_student: bool = True
+    by_teacher: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,7 @@ class StepSpec:
     accumulation: int = 1  # micro-batches a step
     teacher: ModelSpec | None = None
     teacher_records: Any = None  # the format of a teacher cache, which makes the records of a batch
+    rollout: Rollout | None = None  # None: nothing is sampled
     teaches_itself: bool = False  # the teacher is the student without its adapters
     remake_every: int = 0  # in every n-th decoder layer the MLP makes gate and up again; 0: in none
     # FSDP2 computes with gathered copies of the student's weights, and keeps shares of them in this format, but in fp32
@@ -97,6 +111,8 @@ class StepMemory:
     it does: the trained weights, the largest layer and the output head of the student and of the teacher.
 
     tied: the head is the embedding.
+    sampling: the peak while completions are sampled, all rows at once: where less is free, it is fewer at once.
+    weights_bytes: of the student, in the format that they compute in.
     graphs_bytes: what CUDA graphs of the decoder layers keep besides the highest peak, since their memory is separate;
         None without graphs. Where they are recorded always, the peaks have it too.
     """
@@ -110,8 +126,10 @@ class StepMemory:
     head_bytes: int
     tied: bool
     teacher_parameters: int
+    weights_bytes: int
     teacher_layer_bytes: int = 0
     teacher_head_bytes: int = 0
+    sampling: Peak | None = None
     graphs_bytes: int | None = None
 
 
@@ -142,8 +160,12 @@ def simulate(spec: StepSpec) -> StepMemory:
     if spec.cuda_graphs == ALWAYS:
         for peak in tracker.peaks.values():
             peak.add("CUDA graphs", graphs or 0)
+    if step.sampling is not None:
+        step.sampling.add("optimizer state", tracker.live["optimizer state"])
     return StepMemory(
         peaks=tracker.peaks,
+        sampling=step.sampling,
+        weights_bytes=_computed_bytes(base_of(student), spec.autocast),
         parameters=_numbers(student),
         trainable=sum(p.numel() for p in step.trained),
         trained_bytes=sum(p.nbytes for p in step.trained),
@@ -222,6 +244,7 @@ class _TrainerSteps:
         self.resident = resident  # of a teacher cache
         tracker.add(resident, "teacher weights")
         self.used: set[Tensor] = set()
+        self.sampling: Peak | None = None
         for parameter in computed:
             parameter.register_post_accumulate_grad_hook(self._has_gradient)
         self.graphed = [model for model in (student, teacher) if model is not None and _has_graphs(model, spec)]
@@ -241,6 +264,12 @@ class _TrainerSteps:
 
     def run(self) -> None:
         tracker = self.tracker
+        if self.spec.rollout is not None:
+            writes = {self.student: self.spec.rollout.by_student, self.teacher: self.spec.rollout.by_teacher}
+            for model in (model for model, does in writes.items() if does):
+                self._sample(model, self.spec.rollout)
+            self.sampling = tracker.peaks.pop(SAMPLING)
+            tracker.outside.pop(SAMPLING)
         if self.spec.accumulation > 1:
             for parameter in self.trained:
                 parameter.grad = torch.empty_like(parameter)
@@ -259,6 +288,32 @@ class _TrainerSteps:
             peak.add("gradients", unused)
             # From the second step on it is there in each phase.
             peak.add("optimizer state", tracker.live["optimizer state"])
+
+    def _sample(self, model: Any, rollout: Rollout) -> None:
+        """Read all prompts in one flat row, next to room for keys and values, as trainers/rollouts.py does.
+
+        The steps that follow have a token a row, which takes less.
+        """
+        base, dtype = base_of(model), self.spec.autocast
+        text = base.config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        shape = (2 * text.num_hidden_layers, rollout.rows + 1, heads, rollout.prompt + rollout.completion, width)
+        merged = [m.get_base_layer() for m in model.modules() if isinstance(m, BaseTunerLayer)]
+        ids = torch.zeros(1, rollout.rows * rollout.prompt, dtype=torch.int64)
+        training = model.training
+        model.eval()
+        # the hooks are of a training step: its layers may be in graphs, and its loss follows
+        with (
+            without_some_hooks(model.modules(), lambda key, hook: True), torch.no_grad(), _autocast(dtype),
+            self.tracker.during(SAMPLING, "prompts being read"),
+        ):  # fmt: skip
+            kept = torch.empty(shape, dtype=dtype or base.dtype)
+            self.tracker.add([kept], "keys and values")
+            saved = [torch.empty_like(p) for layer in merged for p in layer.parameters()]
+            self.tracker.add(saved, "weights under merged adapters")
+            base(input_ids=ids, use_cache=False, logits_to_keep=rollout.rows)
+        model.train(training)
 
     def graphs_bytes(self) -> int | None:
         """See `StepMemory`."""

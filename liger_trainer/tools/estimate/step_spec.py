@@ -27,9 +27,10 @@ from ...run.launch import launcher_arguments
 from ...teachers.cache.records import HiddenFormat, RecordFormat, TeacherHead
 from ...teachers.cache.store import HiddenSettings, read_index
 from ...trainers.options import AUTO, MEMORY, NEVER
+from ...trainers.rollouts import SIZES
 from .memory_tracker import Peak
 from .simulate import GATHERED as WHOLE
-from .simulate import ModelSpec, StepMemory, StepSpec
+from .simulate import SAMPLING, ModelSpec, Rollout, StepMemory, StepSpec
 from .stand_ins import MomentsOptimizer
 
 if TYPE_CHECKING:
@@ -62,15 +63,17 @@ class Sharding:
 
     def per_process(self, memory: StepMemory) -> dict[str, Peak]:
         """Return the peaks of one process."""
-        return {phase: self._share(phase, peak, memory) for phase, peak in memory.peaks.items()}
+        return {phase: self.share(phase, peak, memory) for phase, peak in memory.peaks.items()}
 
-    def _share(self, phase: str, peak: Peak, memory: StepMemory) -> Peak:
+    def share(self, phase: str, peak: Peak, memory: StepMemory) -> Peak:
         parts = Counter({p: n // self.processes if p in self.shared else n for p, n in peak.parts.items()})
-        if self.gathers:
+        if self.gathers and phase == SAMPLING:  # all weights, for all tokens
+            parts["gathered weights"] = memory.weights_bytes
+        elif self.gathers:
             parts += self._gathered(phase, memory)
-            # a layer is gathered in the format that it computes in
+        if self.gathers:  # a layer is gathered in the format that it computes in
             del parts["autocast copies"], parts[WHOLE]
-        if self.buckets:  # of which gradients are views, and which stay through the whole step
+        if self.buckets and phase != SAMPLING:  # gradients are views of them, and they stay through the whole step
             del parts["gradients"]
             parts["gradient buckets"] = memory.trained_bytes
         return Peak(parts.total(), parts)
@@ -239,7 +242,7 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
     """Return the step of a configuration on a GPU with or without bf16.
 
     Args:
-        longest: tokens of the longest row of a batch.
+        longest: tokens of the longest row of a batch, or of its prompt where completions are sampled.
         padded: whether the others may be shorter.
 
     Raises:
@@ -250,6 +253,9 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
     student = _student(config)
     distils = config.recipe == "distill"
     teacher, records = _teacher(config, args, student.config, bf16) if distils else (None, None)
+    rollout = _rollout(config, args, longest) if distils and args.samples else None
+    if rollout is not None:
+        longest, padded = rollout.prompt + rollout.completion, True
     packed, graphs = config["packing"] or config["padding_free"], config["cuda_graphs"]
     rows, flash = config["per_device_train_batch_size"], "flash" in str(student.attention or "")
     # Rows that are cut anywhere ("wrapped") have no documents to tell apart.
@@ -273,6 +279,7 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         accumulation=config["gradient_accumulation_steps"],
         teacher=teacher,
         teacher_records=records,
+        rollout=rollout,
         teaches_itself=distils and args.teacher == "self",
         quantises=args.qat is not None,
         # FSDP and ZeRO move weights, so that `auto` records no graphs
@@ -289,6 +296,14 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         checkpointing=(args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None,
         max_grad_norm=args.max_grad_norm,
     )
+
+
+def _rollout(config: "RunConfig", args: Any, prompt: int) -> Rollout:
+    rows = config["per_device_train_batch_size"] * config["gradient_accumulation_steps"]
+    rows = min(rows, args.generation_batch_size or rows, SIZES[-1])
+    by_student = bool(args.lmbda or "lmbda" in (args.schedules or {})) and not args.use_vllm
+    by_teacher = args.seq_kd and args.teacher == "model"
+    return Rollout(rows, prompt, args.max_completion_length, by_student, by_teacher)
 
 
 def _check_known(config: "RunConfig", args: Any) -> None:
