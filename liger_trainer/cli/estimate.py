@@ -73,7 +73,8 @@ def _print(found: "Estimate") -> None:
     )
     # Where they are always recorded, they are part of the peak.
     if found.graphs_mib is not None and "CUDA graphs" not in found.parts_mib:
-        console.print(f"CUDA graphs keep {found.graphs_mib:,.0f} MiB more, where the GPU has them free.")
+        what = "CUDA graphs, and whole weights in place," if found.sharding.stays else "CUDA graphs"
+        console.print(f"{what} keep {found.graphs_mib:,.0f} MiB more, where the GPU has them free.")
     if found.sampling_mib is not None:
         console.print(
             f"While completions are sampled: {found.sampling_mib:,.0f} MiB, with {found.kept_mib:,.0f} of keys and "

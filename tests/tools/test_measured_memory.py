@@ -1,7 +1,8 @@
-"""`estimate` next to what the benchmark of training steps measured on a GPU. Two rows always, all with `-m slow`.
+"""`estimate` next to what benchmarks measured on GPUs. Four rows always, all with `-m slow`.
 
-Layers in CUDA graphs do not show in `max_memory_allocated`: their pools are free while they are replayed. So what is
-compared is what the process held, `max_memory_reserved`, with what the graphs keep.
+Layers in CUDA graphs do not show in `max_memory_allocated`: their pools are free while they are replayed. So on one GPU
+what is compared is what the process held, `max_memory_reserved`, with what the graphs keep. Under FSDP2 the allocator
+holds more than is needed (docs/distributed.md), and what is compared is what was in use besides the graphs' pools.
 """
 
 import json
@@ -10,12 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks import many_gpus
 from benchmarks.trainer_cases import CASES, length_of
 from benchmarks.trainer_providers import lora_options
 from liger_trainer.config.run_config import check_text
 from liger_trainer.tools.estimate.estimator import MIB, highest
 from liger_trainer.tools.estimate.simulate import simulate
-from liger_trainer.tools.estimate.step_spec import Sharding, step_spec
+from liger_trainer.tools.estimate.step_spec import Sharding, sharding_of, step_spec
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "trainer-step-nvidia-h100-80gb-hbm3.json"
 NAMES = (
@@ -27,8 +29,6 @@ KEYS = [*((name, "") for name in NAMES), *BALANCED]
 ALWAYS = {("lora-qwen3-0.6b", ""), ("sft-qwen3-1.7b", "")}
 # with what the allocator keeps besides, which is up to a tenth
 TOLERANCE = 0.1
-# The allocator holds what the first steps took before layers were recorded: 21 % more than both need.
-BEYOND = {("sft-qwen3-0.6b", "gradient_checkpointing=true"): 0.25}
 
 
 def measured(name: str, setting: str) -> float:
@@ -54,13 +54,42 @@ def estimated(name: str, setting: str, folder: Path) -> float:
         settings |= {"use_peft": True, "lora_target_modules": "all-linear"}
     config = check_text(yaml.safe_dump(settings), "case.yaml", [setting] if setting else [])
     memory = simulate(step_spec(config, length, False, True))
-    return (highest(memory, Sharding())[1].bytes + (memory.graphs_bytes or 0)) / MIB
+    return (highest(memory, Sharding())[1].bytes + (Sharding().graphs_bytes(memory) or 0)) / MIB
 
 
 @pytest.mark.parametrize(
     ("name", "setting"),
-    [key if key in ALWAYS else pytest.param(*key, marks=pytest.mark.slow) for key in [*KEYS, *BEYOND]],
+    [key if key in ALWAYS else pytest.param(*key, marks=pytest.mark.slow) for key in KEYS],
 )
 def test_estimates_are_within_a_tenth_of_what_a_gpu_held(name, setting, tmp_path):
     held = measured(name, setting)
-    assert abs(estimated(name, setting, tmp_path) / held - 1) < BEYOND.get((name, setting), TOLERANCE)
+    assert abs(estimated(name, setting, tmp_path) / held - 1) < TOLERANCE
+
+
+# benchmarks.many_gpus on 1 and 2 H100: MiB in use at most, and held where that is compared
+IN_USE = {
+    ("sft-qwen3-1.7b", 1): 22494, ("lora-qwen3-1.7b", 1): 4365, ("kd-qwen3-1.7b-8b", 1): 38246,
+    ("sft-qwen3-1.7b", 2): 17495, ("lora-qwen3-1.7b", 2): 5941, ("kd-qwen3-1.7b-8b", 2): 40623,
+}  # fmt: skip
+HELD = {("sft-qwen3-1.7b", 1): 37926, ("lora-qwen3-1.7b", 1): 16058}
+PEAKS = {("sft-llama-3-8b", 2): 63837}  # without graphs: what was in use is all that was needed
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [
+        key if key in {("sft-qwen3-1.7b", 2), ("lora-qwen3-1.7b", 2)} else pytest.param(*key, marks=pytest.mark.slow)
+        for key in [*IN_USE, *PEAKS]
+    ],
+)
+def test_estimates_of_several_gpus_are_within_a_tenth(name, gpus):
+    case = next(case for case in many_gpus.CASES if case.name == name)
+    memory, sharding = many_gpus._memory(case, gpus > 1, False), sharding_of(many_gpus.run_config(case, False, gpus))
+    predicted = many_gpus.predict(case, gpus, False)
+    for measured, estimate in (
+        (IN_USE, sharding.outside_bytes(memory) / MIB),
+        (HELD, predicted.peak_mib + predicted.graphs_mib),
+        (PEAKS, predicted.peak_mib),
+    ):
+        if (name, gpus) in measured:
+            assert estimate == pytest.approx(measured[name, gpus], rel=TOLERANCE)

@@ -113,8 +113,10 @@ class StepMemory:
     tied: the head is the embedding.
     sampling: the peak while completions are sampled, all rows at once: where less is free, it is fewer at once.
     weights_bytes: of the student, in the format that they compute in.
-    graphs_bytes: what CUDA graphs of the decoder layers keep besides the highest peak, since their memory is separate;
-        None without graphs. Where they are recorded always, the peaks have it too.
+    outside: the peaks by phase of what is not in the memory of CUDA graphs.
+    pools_bytes: what the graphs keep: all that their layers allocate, with the gradients that they write; 0 without.
+    whole_bytes: the weights of the layers that graphs are not ruled out for, in the format that they compute in.
+    always: graphs are recorded whatever the memory, so that they belong to the peak.
     """
 
     peaks: dict[str, Peak]
@@ -130,7 +132,10 @@ class StepMemory:
     teacher_layer_bytes: int = 0
     teacher_head_bytes: int = 0
     sampling: Peak | None = None
-    graphs_bytes: int | None = None
+    outside: dict[str, Peak] = field(default_factory=dict)
+    pools_bytes: int = 0
+    whole_bytes: int = 0
+    always: bool = False
 
 
 def simulate(spec: StepSpec) -> StepMemory:
@@ -156,10 +161,6 @@ def simulate(spec: StepSpec) -> StepMemory:
                 f"{type(base_of(student)).__name__} computes something that depends on its numbers, so that its memory "
                 f"cannot be told without running it: {str(error).partition(chr(10))[0]}"
             ) from error
-    graphs = step.graphs_bytes()
-    if spec.cuda_graphs == ALWAYS:
-        for peak in tracker.peaks.values():
-            peak.add("CUDA graphs", graphs or 0)
     if step.sampling is not None:
         step.sampling.add("optimizer state", tracker.live["optimizer state"])
     return StepMemory(
@@ -176,7 +177,10 @@ def simulate(spec: StepSpec) -> StepMemory:
         teacher_parameters=0 if teacher is None else _numbers(teacher),
         teacher_layer_bytes=0 if teacher is None else _largest_layer(teacher, spec.autocast),
         teacher_head_bytes=0 if teacher is None else _computed_bytes(teacher.get_output_embeddings(), spec.autocast),
-        graphs_bytes=graphs,
+        outside=tracker.outside,
+        pools_bytes=sum(size for pool, size in tracker.pools.items() if pool is not None),
+        whole_bytes=sum(_computed_bytes(layer, spec.autocast) for layer in step.recordable),
+        always=spec.cuda_graphs == ALWAYS,
     )
 
 
@@ -247,9 +251,15 @@ class _TrainerSteps:
         self.sampling: Peak | None = None
         for parameter in computed:
             parameter.register_post_accumulate_grad_hook(self._has_gradient)
-        self.graphed = [model for model in (student, teacher) if model is not None and _has_graphs(model, spec)]
-        for model in self.graphed:
-            _Pool("student" if model is student else "teacher", tracker).watch(layers_of(base_of(model)))
+        self.recordable: list[nn.Module] = []
+        self.in_graphs: set[Tensor] = set()
+        for name, model in (("student", student), ("teacher", teacher)):
+            layers = () if model is None else _recordable(model, spec)
+            self.recordable += layers
+            # Larger batches keep the GPU busy without graphs.
+            if layers and (spec.cuda_graphs == ALWAYS or spec.rows * spec.length <= most_rows(layers)):
+                _Pool(name, tracker).watch(layers)
+                self.in_graphs |= {parameter for layer in layers for parameter in layer.parameters()}
         base_of(student).get_decoder().register_forward_hook(lambda *_: tracker.enter("loss"))
         # As Trainer has them: without weight decay for biases and norms.
         groups = [[p for p in self.trained if p.ndim > 1], [p for p in self.trained if p.ndim <= 1]]
@@ -259,7 +269,11 @@ class _TrainerSteps:
         kept = self.kept[parameter]
         self.used.add(kept)
         if kept is not parameter:  # summed up over the processes, each of which keeps its share
+            if parameter in self.in_graphs:  # each has its place there
+                self.tracker.keep("student", parameter.nbytes)
+            pool, self.tracker.pool = self.tracker.pool, None
             parameter.grad, kept.grad = None, torch.empty_like(kept)
+            self.tracker.pool = pool
         self.tracker.add([kept.grad], "gradients")  # pyright: ignore
 
     def run(self) -> None:
@@ -276,7 +290,7 @@ class _TrainerSteps:
                 tracker.add([parameter.grad], "gradients")
         self._micro_batch()
         unused = -self._drop_unused_gradients()
-        phases = [*tracker.peaks.values()]
+        phases, outside = [*tracker.peaks.values()], [*tracker.outside.values()]
         # The state of the optimizer is made in the first step, and there during the second.
         for _ in range(2):
             with tracker.during("optimizer", "optimizer temporaries"):
@@ -284,7 +298,7 @@ class _TrainerSteps:
                     torch.nn.utils.clip_grad_norm_(self.trained, self.spec.max_grad_norm, foreach=True)
                 self.optimizer.step()
                 tracker.add(_states(self.optimizer), "optimizer state")
-        for peak in phases:
+        for peak in [*phases, *outside]:
             peak.add("gradients", unused)
             # From the second step on it is there in each phase.
             peak.add("optimizer state", tracker.live["optimizer state"])
@@ -314,16 +328,6 @@ class _TrainerSteps:
             self.tracker.add(saved, "weights under merged adapters")
             base(input_ids=ids, use_cache=False, logits_to_keep=rollout.rows)
         model.train(training)
-
-    def graphs_bytes(self) -> int | None:
-        """See `StepMemory`."""
-        # Pools keep their memory through the whole step, and what is outside of them peaks separately.
-        if not self.graphed:
-            return None
-        tracker, state = self.tracker, self.tracker.live["optimizer state"]
-        outside = max(size + (0 if phase == "optimizer" else state) for phase, size in tracker.outside.items())
-        pools = sum(size for pool, size in tracker.pools.items() if pool is not None)
-        return max(0, pools + outside - max(peak.bytes for peak in tracker.peaks.values()))
 
     def _drop_unused_gradients(self) -> int:
         """Drop gradients of parameters that the loss does not use; return their bytes."""
@@ -364,16 +368,14 @@ class _TrainerSteps:
             return {"teacher_logits": teacher_logits(teacher, teacher, **inputs, use_cache=False)}
 
 
-def _has_graphs(model: Any, spec: StepSpec) -> bool:
-    """Whether the decoder layers of a model are recorded, where the GPU has the memory for it."""
+def _recordable(model: Any, spec: StepSpec) -> Sequence[nn.Module]:
+    """Return the decoder layers of a model where they may be in graphs, if the GPU has the memory; else none."""
     try:
         layers = layers_of(base_of(model))
     except NotCapturable:
-        return False
-    if spec.cuda_graphs == NEVER or any(hasattr(p, "quant_state") for layer in layers for p in layer.parameters()):
-        return False
-    # Larger batches keep the GPU busy without graphs.
-    return spec.cuda_graphs == ALWAYS or spec.rows * spec.length <= most_rows(layers)
+        return ()
+    packed = any(hasattr(p, "quant_state") for layer in layers for p in layer.parameters())
+    return () if packed or spec.cuda_graphs == NEVER else layers
 
 
 class _Pool:

@@ -54,16 +54,37 @@ class Sharding:
     shared: tuple[str, ...] = ()
     gathers: bool = False
     buckets: bool = False
+    stays: bool = False  # the whole weights of layers in CUDA graphs stay in place, as FSDP2's can
     accumulates: bool = False  # micro-batches are added up before the processes' gradients are
 
     @property
-    def moves(self) -> bool:
-        """Whether weights are not where one process has them."""
-        return self.processes > 1 and not self.buckets
+    def records(self) -> bool:
+        """Whether `auto` records layers in CUDA graphs: DeepSpeed moves weights, and so does FSDP1."""
+        return self.processes == 1 or self.buckets or self.stays
 
     def per_process(self, memory: StepMemory) -> dict[str, Peak]:
         """Return the peaks of one process."""
-        return {phase: self.share(phase, peak, memory) for phase, peak in memory.peaks.items()}
+        peaks = {phase: self.share(phase, peak, memory) for phase, peak in memory.peaks.items()}
+        graphs = self.graphs_bytes(memory) if memory.always else None
+        for peak in peaks.values() if graphs else ():
+            peak.add("CUDA graphs", graphs or 0)
+        return peaks
+
+    def graphs_bytes(self, memory: StepMemory) -> int | None:
+        """Return what graphs keep besides the highest peak of one process, None without graphs.
+
+        Their memory stays through the whole step, and what is outside of it peaks separately. Under FSDP2 whole weights
+        of the layers stay too, where graphs are not ruled out, though a large batch is not recorded.
+        """
+        if not memory.pools_bytes and not (self.stays and memory.whole_bytes):
+            return None
+        highest = max(self.share(phase, peak, memory).bytes for phase, peak in memory.peaks.items())
+        return max(0, memory.pools_bytes + self.outside_bytes(memory) - highest)
+
+    def outside_bytes(self, memory: StepMemory) -> int:
+        """Return the highest peak of what one process has besides its graphs' memory, with weights that stay whole."""
+        outside = max(self.share(phase, peak, memory).bytes for phase, peak in memory.outside.items())
+        return outside + (memory.whole_bytes if self.stays else 0)
 
     def share(self, phase: str, peak: Peak, memory: StepMemory) -> Peak:
         parts = Counter({p: n // self.processes if p in self.shared else n for p, n in peak.parts.items()})
@@ -117,7 +138,9 @@ def sharding_of(config: "RunConfig") -> Sharding:
         # accelerate leaves out packed weights: their numbers are no floats, which FSDP2 shards
         packed = config["load_in_4bit"] or config["load_in_8bit"]
         shared = (*(WEIGHTS[1:] if packed else WEIGHTS), "gradients", "optimizer state")
-        return Sharding("FSDP", processes, shared, gathers=processes > 1, accumulates=accumulates)
+        units: dict[str, Any] = file.get("fsdp_config") or {}
+        stays = processes > 1 and units.get("fsdp_version") == 2 and not units.get("fsdp_offload_params")
+        return Sharding("FSDP", processes, shared, processes > 1, stays=stays, accumulates=accumulates)
     return Sharding("DDP", processes, buckets=True) if processes > 1 else Sharding()
 
 
@@ -282,8 +305,7 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         rollout=rollout,
         teaches_itself=distils and args.teacher == "self",
         quantises=args.qat is not None,
-        # FSDP and ZeRO move weights, so that `auto` records no graphs
-        cuda_graphs=NEVER if graphs == AUTO and sharding.moves else graphs,
+        cuda_graphs=NEVER if graphs == AUTO and not sharding.records else graphs,
         peft=get_peft_config(config.model_args()),
         patch=PatchOptions.of(config["liger_kernel_config"]),
         remake_every=MEMORY[config["memory"]],
