@@ -88,12 +88,13 @@ class Needs:
 
     def __init__(self, config: "RunConfig", bf16: bool) -> None:
         self.config, self.bf16 = config, bf16
-        self.simulated: dict[tuple[str, bool], StepMemory] = {}  # a step is the same on two GPUs and on eight
+        # By whether FSDP2 divides it: the step is the same on two GPUs and on eight, and by DDP on one.
+        self.simulated: dict[bool, StepMemory] = {}
 
     def __call__(self, engine: str, processes: int) -> float:
         """Raises ConfigError as `estimate` does, or where the engine does not go with the configuration."""
         divided = _divided(self.config, engine, processes)
-        key = engine, processes > 1
+        key = engine == FSDP2_NAME and processes > 1
         if key not in self.simulated:
             self.simulated[key] = simulated(divided, self.bf16)
         return highest(self.simulated[key], sharding_of(divided))[1].bytes / MIB

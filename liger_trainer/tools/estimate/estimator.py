@@ -149,7 +149,8 @@ class Estimate:
     cache_mib: float | None
     unknown: str
     # what CUDA graphs, and under FSDP2 whole weights for them, keep besides the peak where they are recorded, which
-    # `cuda_graphs: auto` does where that memory is free; None without graphs. The peak has it with `cuda_graphs: always`
+    # `cuda_graphs: auto` does where that memory is free; None without graphs. With `cuda_graphs: always` it is in the
+    # peak.
     graphs_mib: float | None = None
     # what capturing it takes on a GPU, if the teacher is named. It is no part of the run's peak.
     capture_mib: float | None = None
