@@ -141,20 +141,24 @@ def train(
     seconds = time.perf_counter() - first.ended
     # Without the measurement before, which has its own entry.
     clock.seconds["train"] = round(seconds, 2)
-    all_steps_made = trainer.state.global_step >= trainer.state.max_steps
-    # Hours that end in the last step cost nothing more than the last measurement; who sends a signal wants an end now.
-    if stop.reason and not (stop.reason == OUT_OF_TIME and all_steps_made):
+    is_done = trainer.state.global_step >= trainer.state.max_steps
+    # Hours that end in the last step cost nothing more than the last measurement; who sends a signal wants an end now,
+    # if nothing is lost by it: no checkpoint may hold the last step, as with `save_strategy: no`.
+    if stop.reason and not (is_done and (stop.reason == OUT_OF_TIME or not _last_checkpoint(trainer).is_dir())):
         raise stop.error(_how_to_go_on(trainer))
     assert first.result is not None
     return first.result, _facts(trainer, seconds, first)
 
 
+def _last_checkpoint(trainer: LigerTrainer) -> Path:
+    """Return where a checkpoint of the present step is, if there is one."""
+    return Path(str(trainer.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+
+
 def _how_to_go_on(trainer: LigerTrainer) -> str:
     """Say what was saved. Checkpoints of later steps may be there, from before the run went back to an earlier one."""
-    state, run_dir = trainer.state, Path(str(trainer.args.output_dir))
-    saved = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-    if not saved.is_dir():  # a signal behind the last step, after which `save_strategy` saves nothing
-        return f"Stopped after step {state.global_step} of {state.max_steps}; nothing was saved of it."
+    state, saved = trainer.state, _last_checkpoint(trainer)
+    run_dir = saved.parent
     newer = [] if checkpoints_in(run_dir)[-1:] == [saved] else ["--checkpoint", saved.name]
     return (
         f"Stopped at step {state.global_step} of {state.max_steps}; saved {saved}. "

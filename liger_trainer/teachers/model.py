@@ -81,7 +81,8 @@ def load_frozen(name: str, **options: Any) -> PreTrainedModel:
 def _from_files(name: str, **options: Any) -> Any:
     """Load a model as TRL loads a student: in fp32, and where there is a GPU, on it, unless `options` say otherwise."""
     how = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
-    place = None if PartialState().device.type in ("cpu", "mps") else "auto"
+    device: Any = PartialState().device
+    place = None if device.type in ("cpu", "mps") else "auto"
     kind = auto_class(AutoConfig.from_pretrained(name, **how))
     return kind.from_pretrained(name, **{"dtype": "float32", "device_map": place, **options})
 

@@ -6,6 +6,7 @@ it by the number of ranks there, and copies it back. Here the graphs of the laye
 """
 
 import contextlib
+import weakref
 from typing import Any, cast
 
 import torch
@@ -42,6 +43,7 @@ def spare_copies_of_gradients(trainer: TrainerHost, replacements: Replacements) 
     # Only these ranks' average is exact: NCCL multiplies by 1 / ranks in the gradients' dtype before it adds.
     is_exact = ranks > 1 and ranks & (ranks - 1) == 0
     if is_exact and trainer.args.device.type == "cuda" and handler.comm_hook is DDPCommunicationHookType.NO:
+        buckets = _joined.get(trainer.model_wrapped, buckets)
         buckets.join(trainer)
     return buckets
 
@@ -84,9 +86,12 @@ class GradientBuckets(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         model = self._trainer and self._trainer.model_wrapped
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel) and _joined.get(model) is not self:
             with contextlib.suppress(RuntimeError):  # DDP takes one hook: a callback before us has given it another
                 model.register_comm_hook(model.process_group, self.average)
+                _joined[model] = self
+            self._buckets.clear()  # those so far were of another DDP, as where auto_find_batch_size wraps again
+            self._backwards = 0
 
     def average(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Start to average a bucket over the ranks. DDP calls it for each, in their order."""
@@ -106,3 +111,7 @@ class GradientBuckets(TrainerCallback):
             for bucket in self._buckets
             for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
         }
+
+
+# The same trainer's next training has the same DDP, which keeps its hook.
+_joined: weakref.WeakKeyDictionary[nn.Module, GradientBuckets] = weakref.WeakKeyDictionary()

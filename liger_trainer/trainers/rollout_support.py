@@ -86,10 +86,11 @@ def adapters_merged(model: Any) -> Iterator[None]:
     Adapters next to the weights launch four more kernels for each product, and double a step. Weights in 16 bits round
     what is added to them, so that a draw may differ where two tokens are equally likely but for rounding.
     """
-    layers = [
-        module for module in model.modules()
-        if isinstance(module, BaseTunerLayer) and not (module.merged or module.disable_adapters)
-    ]  # fmt: skip
+    with_adapters = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in with_adapters:
+        if layer.merged and layer.disable_adapters:  # PEFT's forward does the same, which does not run here
+            layer.unmerge()
+    layers = [layer for layer in with_adapters if not (layer.merged or layer.disable_adapters)]
     saved = [{name: x.detach().clone() for name, x in layer.get_base_layer().named_parameters()} for layer in layers]
     merged = []
     try:

@@ -18,12 +18,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from transformers import AttentionInterface, Cache, GenerationConfig
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..common.replacements import replaced
-from ..compat.models import ATTENTION, attention_implementation
+from ..compat.models import ATTENTION, adapter_switches, attention_implementation
 from ..kernels.decode_attention import decode_attention, places_of
 from ..kernels.draw_tokens import draw_tokens, note_tokens
 from ..patching.graphs.recorder import Recorder, free_memory
@@ -403,11 +404,14 @@ def _attention_is(model: Any, name: str) -> Iterator[None]:
 
 
 def _constants(model: Any) -> tuple[Any, ...]:
-    """Return what a graph holds that may change between two rollouts: where weights are.
+    """Return what a graph holds that may change between two rollouts: where weights are, and which module runs.
 
-    Adapters' settings are not among it: merged or switched off, a layer with adapters is its base.
+    The settings of adapters are not among it: merged or switched off, a layer with adapters is its base. PEFT's wrapper
+    of a module that is trained as a whole (`modules_to_save`) calls its copy or the original.
     """
-    return tuple(p.data_ptr() for p in model.parameters())
+    wrappers = (module for module in adapter_switches(model) if not isinstance(module, BaseTunerLayer))
+    chosen = ((module.disable_adapters, *module.active_adapters) for module in wrappers)
+    return *(p.data_ptr() for p in model.parameters()), *chosen
 
 
 def _banned(model: Any, settings: GenerationConfig) -> Tensor | None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import DistributedDataParallelKwargs
 from peft import LoraConfig, get_peft_model
 from recorders import RunsAgain
 from tiny import VOCAB, tiny_model
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig
 
 from liger_trainer import patch
+from liger_trainer.common.replacements import Replacements
 from liger_trainer.compat.sft_trainer import DataCollatorForLanguageModeling, with_lengths
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching.graphs import cuda_graphs
@@ -23,7 +25,7 @@ from liger_trainer.patching.graphs import recorder as graph_recorder
 from liger_trainer.patching.graphs.cuda_graphs import GraphedLayers
 from liger_trainer.patching.graphs.layer_graphs import NotCapturable
 from liger_trainer.patching.patcher import base_of, patched_record
-from liger_trainer.trainers.ddp_gradients import GradientBuckets
+from liger_trainer.trainers.ddp_gradients import GradientBuckets, spare_copies_of_gradients
 from liger_trainer.trainers.step_graphs import FixedShapes
 
 
@@ -423,14 +425,20 @@ def one_rank():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("change", [lambda m: m, lora, checkpointed], ids=["full", "lora", "checkpointing"])
-def test_graphs_write_gradients_into_the_buckets_of_ddp(monkeypatch, one_rank, change):
+def with_buckets(monkeypatch, change):
+    """A pair of models, the second also as DDP wraps it, with places in DDP's buckets."""
     buckets, reduce = GradientBuckets(), dist.all_reduce
     # gloo has no average; of one rank it is the sum
     monkeypatch.setattr(dist, "all_reduce", lambda x, op, group, async_op: reduce(x, group=group, async_op=async_op))
     plain, graphed, _ = pair(change, places=buckets.places)
     wrapped = DistributedDataParallel(graphed, gradient_as_bucket_view=True, bucket_cap_mb=0.01)
     wrapped.register_comm_hook(dist.group.WORLD, buckets.average)
+    return plain, graphed, wrapped, buckets
+
+
+@pytest.mark.parametrize("change", [lambda m: m, lora, checkpointed], ids=["full", "lora", "checkpointing"])
+def test_graphs_write_gradients_into_the_buckets_of_ddp(monkeypatch, one_rank, change):
+    plain, graphed, wrapped, buckets = with_buckets(monkeypatch, change)
     computed_at = defaultdict(list)
     for step in range(6):
         if step == 3:
@@ -448,6 +456,58 @@ def test_graphs_write_gradients_into_the_buckets_of_ddp(monkeypatch, one_rank, c
     in_layers = [w for n, w in graphed.named_parameters() if "layers." in n and w.requires_grad]
     # a replay leaves a gradient in its bucket before DDP looks for it, but where earlier ones are added up elsewhere
     assert in_layers and all(computed_at[w][:3] == [places[w]] * 3 != computed_at[w][1:] for w in in_layers)
+
+
+def sharing(model):
+    """Two layers have one weight; in one of them, a weight is used twice."""
+    first, _, last = model.model.layers
+    last.mlp.down_proj.weight = first.mlp.down_proj.weight
+    last.self_attn.v_proj.weight = last.self_attn.k_proj.weight
+    return model
+
+
+def test_a_shared_weight_gets_all_its_gradients_in_the_buckets(monkeypatch, one_rank):
+    plain, graphed, wrapped, buckets = with_buckets(monkeypatch, sharing)
+    for _ in range(4):
+        ids = random_ids()
+        backward(plain, ids)
+        backward(wrapped, ids)
+        assert_same_gradients(plain, graphed)
+        for model in (plain, wrapped):
+            model.zero_grad()
+    assert RunsAgain.replays and buckets.places()
+
+
+def test_a_second_training_finds_the_places_of_the_first(monkeypatch, one_rank):
+    reduce = dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda x, op, group, async_op: reduce(x, group=group, async_op=async_op))
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(ddp_handler=DistributedDataParallelKwargs()), callbacks=[],
+        args=SimpleNamespace(world_size=2, device=torch.device("cuda"), ddp_find_unused_parameters=True),
+    )  # fmt: skip
+    trainer.add_callback, trainer.remove_callback = trainer.callbacks.append, trainer.callbacks.remove
+
+    def known(buckets):
+        """Begin a training; return whether places are known before each of three backwards."""
+        buckets.on_train_begin(None, None, None)
+        found = []
+        for _ in range(3):
+            found.append(bool(buckets.places()))
+            backward(trainer.model_wrapped, random_ids())
+        return found
+
+    trainer.model_wrapped = tiny_model()
+    first = spare_copies_of_gradients(trainer, Replacements())
+    trainer.model_wrapped = DistributedDataParallel(tiny_model(), gradient_as_bucket_view=True)
+    assert known(first) == [False, False, True]  # DDP moves its buckets after the first
+    first.leave()
+    second = spare_copies_of_gradients(trainer, Replacements())
+    assert known(second) == [False, True, True]
+    trainer.model_wrapped = DistributedDataParallel(tiny_model(), gradient_as_bucket_view=True)
+    assert known(second) == [False, False, True]  # as where auto_find_batch_size wraps the model again
+    assert trainer.callbacks == [second]
+    second.leave()
+    assert not trainer.callbacks and not second.places()
 
 
 def test_checkpointed_layers_in_graphs_lose_no_bit():

@@ -1,6 +1,6 @@
 """The table of docs/distributed.md with the engine that `auto` takes for each built-in configuration.
 
-Two rows are computed again by default, all with `-m slow`. Run as a script, it writes the rows that are named, or all.
+One row is computed again by default, all with `-m slow`. Run as a script, it writes the rows that are named, or all.
 """
 
 import re
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- engines: tests/tools/test_auto_table.py writes it -->\n", "<!
 COUNTS, SIZES = (1, 2, 4, 8), ("24GB", "48GB", "80GB")
 # the demo's data would be written, and smollm2's fit everywhere
 NAMES = [name for name in built_in_configs() if not name.startswith("smollm2/")]
-SAMPLE = {"llama3/sft_full_1b", "qwen3/sft_full_8b_8gpu"}
+SAMPLE = {"llama3/sft_full_1b"}
 HEAD = (
     "| configuration | " + " | ".join(f"{size[:2]} GB" for size in SIZES) + " |\n"
     "|---|" + "---|" * len(SIZES) + "\n"

@@ -66,30 +66,32 @@ def test_estimates_are_within_a_tenth_of_what_a_gpu_held(name, setting, tmp_path
     assert abs(estimated(name, setting, tmp_path) / held - 1) < TOLERANCE
 
 
-# benchmarks.many_gpus on 1 and 2 H100: MiB in use at most, and held where that is compared
-IN_USE = {
-    ("sft-qwen3-1.7b", 1): 22494, ("lora-qwen3-1.7b", 1): 4365, ("kd-qwen3-1.7b-8b", 1): 38246,
-    ("sft-qwen3-1.7b", 2): 17495, ("lora-qwen3-1.7b", 2): 5941, ("kd-qwen3-1.7b-8b", 2): 40623,
-}  # fmt: skip
-HELD = {("sft-qwen3-1.7b", 1): 37926, ("lora-qwen3-1.7b", 1): 16058}
-PEAKS = {("sft-llama-3-8b", 2): 63837}  # without graphs: what was in use is all that was needed
+IN_USE = [(f"{name}-qwen3-1.7b{more}", n) for name, more in (("sft", ""), ("lora", ""), ("kd", "-8b")) for n in (1, 2)]
+HELD = {("sft-qwen3-1.7b", 1), ("lora-qwen3-1.7b", 1)}
+FREED = ("sft-llama-3-8b", 2)  # without graphs: what was in use is all that was needed
 
 
 @pytest.mark.parametrize(
     ("name", "gpus"),
     [
         key if key in {("sft-qwen3-1.7b", 2), ("lora-qwen3-1.7b", 2)} else pytest.param(*key, marks=pytest.mark.slow)
-        for key in [*IN_USE, *PEAKS]
+        for key in [*IN_USE, FREED]
     ],
 )
 def test_estimates_of_several_gpus_are_within_a_tenth(name, gpus):
     case = next(case for case in many_gpus.CASES if case.name == name)
     memory, sharding = many_gpus._memory(case, gpus > 1, False), sharding_of(many_gpus.run_config(case, False, gpus))
-    predicted = many_gpus.predict(case, gpus, False)
-    for measured, estimate in (
-        (IN_USE, sharding.outside_bytes(memory) / MIB),
-        (HELD, predicted.peak_mib + predicted.graphs_mib),
-        (PEAKS, predicted.peak_mib),
-    ):
-        if (name, gpus) in measured:
-            assert estimate == pytest.approx(measured[name, gpus], rel=TOLERANCE)
+    predicted, row = many_gpus.predict(case, gpus, False), measured_of(name, gpus)
+    if (name, gpus) == FREED:
+        assert predicted.peak_mib == pytest.approx(row["allocated_mib"], rel=TOLERANCE)
+    else:
+        assert sharding.outside_bytes(memory) / MIB == pytest.approx(row["allocated_mib"], rel=TOLERANCE)
+    if (name, gpus) in HELD:
+        assert predicted.peak_mib + predicted.graphs_mib == pytest.approx(row["reserved_mib"], rel=TOLERANCE)
+
+
+def measured_of(name: str, gpus: int) -> dict:
+    files = (MEASURED.with_name(f"{page}-nvidia-h100-80gb-hbm3.json") for page in ("many-gpus", "many-gpus-llama"))
+    rows = [row for file in files for row in json.loads(file.read_text())["results"]]
+    key = name, "ours", gpus, 1
+    return next(r for r in rows if (r["case"], r["provider"], r["gpus"], r["micro_batches"]) == key)

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from recorders import RunsAgain
+from recorders import RunsAgain, calls_of
 from tiny import FAMILIES, VOCAB, completions, tiny_model, tiny_tokenizer
 from trainings import distill, logged, trained
 from transformers import GenerationConfig
@@ -122,6 +122,31 @@ def test_adapters_write_as_they_do_next_to_the_weights(recorder):
     with model.disable_adapter():
         assert rollouts.complete(prompts, 0) == generated(model, prompts, settings()) != want
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_a_whole_module_that_is_switched_off_is_recorded_again(monkeypatch):
+    """With `modules_to_save`, PEFT calls a trained copy or the original; a recording holds one of the two."""
+    model = get_peft_model(tiny_model("qwen3"), LoraConfig(target_modules=["v_proj"], modules_to_save=["q_proj"]))
+    rollouts, recorded = Rollouts(model, settings(), RunsAgain), calls_of(monkeypatch, RunsAgain, "record")
+    rollouts.complete(prompts_of(), 0)
+    first = len(recorded)
+    rollouts.complete(prompts_of(), 0)
+    assert len(recorded) == first
+    with model.disable_adapter():
+        rollouts.complete(prompts_of(), 0)
+    assert len(recorded) == 2 * first > 0
+
+
+def test_merged_adapters_that_are_switched_off_do_not_write():
+    model = get_peft_model(tiny_model("qwen3"), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    prompts, rollouts = prompts_of(), Rollouts(model, settings(), None)
+    merged = rollouts.complete(prompts, 0)
+    with model.disable_adapter():
+        want = generated(model, prompts, settings())
+    model.merge_adapter()
+    assert rollouts.complete(prompts, 0) == merged
+    with model.disable_adapter():
+        assert rollouts.complete(prompts, 0) == want != merged
 
 
 def test_adapters_weights_come_back_after_an_error(monkeypatch):

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -235,7 +235,7 @@ class GraphedLayers:
         assert self._recorder is not None
         self._find_places()
         self._weights = self._constants()
-        places = self._gradient_places()
+        places = self._places_of_one_layer()
         with (
             self._whole_in_place(), _without_cast_cache(self._make_recorder.device_type),
             _without_checkpointing(self.layers),
@@ -254,6 +254,11 @@ class GraphedLayers:
         self._sizes.append("x".join(map(str, graphs[0].inputs[0].shape)))
         self.report = f"CUDA graphs: {len(graphs)} layers of the {self.name}, hidden states of {', '.join(self._sizes)}"
         announce(self.report)
+
+    def _places_of_one_layer(self) -> Places:
+        """Return where gradients are to be. Layers that share a weight would write over each other's share of its."""
+        layers_with = Counter(parameter for layer in self.layers for parameter in layer.parameters())
+        return {parameter: at for parameter, at in self._gradient_places().items() if layers_with[parameter] == 1}
 
     def _in_layers(self) -> list[Any]:
         """Return the parameters as the layers have them now."""
