@@ -226,7 +226,7 @@ class _TrainerSteps:
     def __init__(self, spec: StepSpec, student: Any, teacher: Any, tracker: MemoryTracker, resident: list[Tensor]):
         self.spec, self.student, self.teacher, self.tracker = spec, student, teacher, tracker
         computed = [p for p in student.parameters() if p.requires_grad]
-        whole = {}
+        whole: dict[Any, Any] = {}
         if spec.shares is not None:
             whole = {p: Parameter(torch.empty_like(p, dtype=torch.float32)) for p in computed}
             frozen = [torch.empty_like(p, dtype=spec.shares) for p in student.parameters() if not p.requires_grad]
