@@ -29,7 +29,7 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A model's directory, a hub id in the cache, or a model type such as llama.",
+            help="A model's directory, a hub id in the cache, a demo: name, or a model type such as llama.",
             show_default=False,
         ),
     ] = None,

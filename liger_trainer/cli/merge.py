@@ -73,7 +73,7 @@ def merge(
                 shutil.rmtree(out.resolve())
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}") from None
-    typer.echo(f"Merged {run_dir} into {of}: {out}, {weights_dtype}")
+    typer.echo(f"Wrote {out}: {of} with the adapter of {run_dir} merged in, {weights_dtype}")
     if gguf is not None:
         write_gguf(out, gguf, converter)
         typer.echo(f"Wrote {gguf}")

@@ -113,6 +113,10 @@ class RunConfig:
             if type(error).__name__ == "OutOfMemoryError":  # torch's, a RuntimeError too
                 raise
             key = self.named_in(str(error))
+            if key in ("bf16", "bf16_full_eval") and "setup doesn't support bf16" in str(error):
+                # transformers' advice, use_cpu, is of no use to who has forgotten that there is no such GPU here.
+                advice = f"leave {key} out; bf16 is switched on by itself where a GPU has it"
+                raise self.error(key, f"no GPU here computes in bf16: {advice}.") from error
             if key is not None:
                 raise self.error(key, f"{who} refuses this: {error}") from error
             raise ConfigError(f"{self.source}: {who} refuses these settings: {error}") from error

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -188,19 +189,29 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
         raise config.error("keep_layers", f"{expected}, got {kept}.")
 
 
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error:
+        return False
+
+
 def _check_targets(config: "RunConfig", files: ModelFiles) -> None:
     """Raise ConfigError where a name in `lora_target_modules` is none of a module's: PEFT would say so after it has
     loaded the weights, or, if only some are wrong, not at all."""
-    targets = config["lora_target_modules"]
-    targets = names_of_modules(targets) if config["use_peft"] else None
-    if not isinstance(targets, list) or targets == ["all-linear"] or config["trust_remote_code"]:
+    targets = names_of_modules(config["lora_target_modules"]) if config["use_peft"] else None
+    if not targets or targets in ("all-linear", ["all-linear"]) or config["trust_remote_code"]:
         return
     with torch.device("meta"):  # no weights, only names
         modules = [name for name, _ in auto_class(files.config).from_config(files.config).named_modules()]
     last = sorted({name.rpartition(".")[2] for name in modules if not name.rpartition(".")[2].isdigit()} - {""})
-    for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in modules):
-            hint = did_you_mean(target, last) or f" It has {', '.join(last)}."
+    if isinstance(targets, str):  # a pattern, or "all-linear" misspelt
+        found = {targets: any(_matches(targets, name) for name in modules)}
+    else:
+        found = {target: any(name == target or name.endswith(f".{target}") for name in modules) for target in targets}
+    for target, there in found.items():
+        if not there:
+            hint = did_you_mean(target, ["all-linear", *last]) or f" It has {', '.join(last)}."
             raise config.error("lora_target_modules", f"{files.path} has no module called {target!r}.{hint}")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, LlamaConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
 )
 
+from .. import plugins
 from ..compat import all_missed
 from ..compat.models import GATE, new_model
 from ..compat.recognitions import check_all
@@ -30,7 +31,9 @@ from ..errors import ConfigError
 from ..kernels.runtime import SLOW_LAUNCHES, unknown_launcher
 from ..patching.patcher import NothingToPatch, Patched, PatchOptions, PatchReport
 from ..patching.vision import counting_forward, embed_patches
+from ..plugins import DEMO
 from ..trainers.images import vision_tower
+from .estimate.step_spec import DEMO_CONFIG
 
 # column of the table -> kinds of a report (`PatchReport.swapped`)
 COLUMNS = {
@@ -93,11 +96,13 @@ class Diagnosis:
 
 
 def config_of(model: str) -> Any:
-    """Return the configuration of a directory or a cached hub id, or the default one of a model type.
+    """Return the configuration of a directory, a cached hub id or a demo model, or the default one of a model type.
 
     Raises:
         ConfigError: `model` is none of them.
     """
+    if model.startswith(DEMO) and plugins.load(DEMO).demo_key(model):
+        return LlamaConfig(**DEMO_CONFIG)  # its directory is built by the first run, which may be later
     if model in CONFIG_MAPPING and not os.path.isdir(model):
         try:
             return CONFIG_MAPPING[model]()

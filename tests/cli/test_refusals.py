@@ -61,11 +61,16 @@ REFUSED = [
         "command line: attn_implementation: flash_attention_2 needs",
     ),
     ("run run.yaml attn_implementation=foo", 2, "command line: attn_implementation: student cannot be loaded"),
-    ("run run.yaml bf16=true use_cpu=false", 2, "command line: bf16: LigerConfig refuses this"),
+    ("run run.yaml bf16=true use_cpu=false", 2, "command line: bf16: no GPU here computes in bf16: leave bf16 out"),
     (
         "run run.yaml use_peft=true lora_target_modules=[q_proj,k_porj]",
         2,
         "command line: lora_target_modules: student has no module called 'k_porj'. Did you mean k_proj?",
+    ),
+    (
+        "run run.yaml use_peft=true lora_target_modules=all-liner",
+        2,
+        "command line: lora_target_modules: student has no module called 'all-liner'. Did you mean all-linear?",
     ),
     ("preview run.yaml use_peft=true lora_target_modules=w", 2, "student has no module called 'w'. It has"),
     (f"{CHATS} assistant_only_loss=true", 2, "command line: assistant_only_loss: this model's chat template does"),

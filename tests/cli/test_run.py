@@ -156,7 +156,7 @@ def test_a_trl_distillation_file_runs_unchanged(cli, folder):
 
 def test_a_merged_adapter_is_the_adapted_model(trained, cli, folder):
     out, _ = done(cli("merge", "out", "merged"))
-    assert "Merged out into" in out and "torch.float32" in out
+    assert "with the adapter of out merged in" in out and "torch.float32" in out
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
     adapted = AutoModelForCausalLM.from_pretrained(trained)
     ids = torch.arange(12)[None]

@@ -27,6 +27,14 @@ def test_a_model_type():
     }  # fmt: skip
 
 
+def test_the_demo_model_need_not_be_built(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGER_TRAINER_CACHE", str(tmp_path / "empty"))
+    report = doctor.diagnose(doctor.config_of("demo:smollm2-135m-instruct"))
+    assert report.swapped["SwiGLU"] == 30 and not report.left_alone and not (tmp_path / "empty").exists()
+    with pytest.raises(ConfigError, match="No demo is called 'demo:smollm'. Choose from: demo:smollm2-135m-instruct"):
+        doctor.config_of("demo:smollm")
+
+
 def test_a_directory_needs_no_weights_and_gives_the_report_of_the_model(tmp_path, monkeypatch):
     model = tiny_model("qwen3")
     model.config.save_pretrained(tmp_path)

@@ -386,6 +386,15 @@ def test_a_window_takes_no_mask_where_rows_are_read_by_lengths():
 def test_gpus_by_name_and_by_size():
     for name, full in (("h100", "H100 80GB"), ("A100 40 GB", "A100 40GB"), ("4090", "RTX 4090 24GB")):
         assert gpu_named(name).name == full
+    for name, full in (  # as nvidia-smi prints them, and as people write them
+        ("NVIDIA GeForce RTX 4090", "RTX 4090 24GB"), ("NVIDIA A100-SXM4-80GB", "A100 80GB"), ("Tesla T4", "T4 16GB"),
+        ("NVIDIA H100 80GB HBM3", "H100 80GB"), ("H100 PCIe", "H100 80GB"), ("rtx-4090", "RTX 4090 24GB"),
+        ("rtx4090", "RTX 4090 24GB"), ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada 48GB"),
+    ):  # fmt: skip
+        assert gpu_named(name).name == full
+    for name in ("NVIDIA", "H100 NVL", "RTX 4090 Laptop GPU", "24"):  # none, or with other memory than its namesake
+        with pytest.raises(ConfigError, match=r"no GPU is called .* Or give its memory: --gpu 24GB"):
+            gpu_named(name)
     assert gpu_named("24GB").mib == 24 * 1024
     assert gpu_named("RTX 4060").name == "RTX 4060 8GB"  # and not the Ti, which has twice the memory
     assert gpu_named("4060 Ti 16GB").name == "RTX 4060 Ti 16GB"

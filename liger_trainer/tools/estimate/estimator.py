@@ -52,6 +52,11 @@ GPUS = (
 )  # fmt: skip
 
 
+# What nvidia-smi's names say besides: "NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3".
+# NVL and Laptop are not among them, since those have other memory.
+_OF_ANY_GPU = re.compile(r"nvidia|amd|geforce|tesla|instinct|generation|pcie|sxm\d?|hbm\w+|gpu")
+
+
 def _is_called(gpu: Gpu, words: Sequence[str]) -> bool:
     """Return whether a GPU has all the words, and none that makes it another than the one with them: a "4060" is no
     "4060 Ti"."""
@@ -60,7 +65,7 @@ def _is_called(gpu: Gpu, words: Sequence[str]) -> bool:
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU with all words of `name`: "H100", "4090" or "a100 40gb"; or one of a size, "24GB".
+    """Return the GPU with all words of `name`: "H100", "4090", nvidia-smi's name; or one of a size, "24GB".
 
     Raises:
         ConfigError: no GPU has them, or several GPUs of different memory.
@@ -68,15 +73,14 @@ def gpu_named(name: str) -> Gpu:
     size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gb|gib|g)\s*", name, re.I)
     if size:
         return Gpu(f"{size[1]} GB", int(float(size[1]) * 1024))
-    words = re.sub(r"(\d)\s+(gb|gib)\b", r"\1\2", name.lower()).replace("gib", "gb").split()
+    spaced = re.sub(r"(\d)\s+(gb|gib)\b", r"\1\2", re.sub(r"[-_]", " ", name.lower())).replace("gib", "gb")
+    words = [word for word in re.sub(r"\brtx(?=\d)", "rtx ", spaced).split() if not _OF_ANY_GPU.fullmatch(word)]
     matches = [gpu for gpu in GPUS if words and _is_called(gpu, words)]
     if not matches:
-        close = difflib.get_close_matches(name, [gpu.name for gpu in GPUS], 3, 0.4)
-        hint = f"Did you mean {', '.join(close)}? " if close else ""
-        raise ConfigError(
-            f"--gpu: no GPU is called {name!r}. {hint}There are {', '.join(gpu.name for gpu in GPUS)}, or give its "
-            "memory: --gpu 24GB."
-        )
+        names = [gpu.name for gpu in GPUS]
+        close = difflib.get_close_matches(name, names, 3, 0.4)
+        hint = f"Did you mean {', '.join(close)}?" if close else f"There are {', '.join(names)}."
+        raise ConfigError(f"--gpu: no GPU is called {name!r}. {hint} Or give its memory: --gpu 24GB.")
     # Several of one memory are as good as one.
     if len({gpu.mib for gpu in matches}) > 1:
         raise ConfigError(f"--gpu: {name!r} may be {', '.join(gpu.name for gpu in matches)}: say which.")
