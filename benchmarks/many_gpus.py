@@ -65,11 +65,13 @@ WHAT = (
     "of one length, the same number on each GPU; computing in {dtype}, trained weights in fp32 under FSDP2 and in "
     "{dtype} by DDP, sdpa, fused AdamW, random weights, NVLink multicast off. ms: median of the steps (quartiles), of "
     "the slowest rank. Efficiency: tokens/s a GPU over those of one GPU. MFU: the model's operations, without what is "
-    "computed again and with all of attention, over the GPU's dense bf16 peak. In use: MiB of the fullest rank, and "
-    "what `estimate` predicts. Held: with what the allocator keeps. Gaps: how far a step's loss is at most from TRL's "
-    "plain trainer's on as many GPUs, over its first loss, and how far the first gradient norm is; beyond "
-    "{loss_tolerance:g} or {norm_tolerance:g} a row is refused. One GPU: the same of ours on several from ours on one "
-    "that reads the rows of all, a micro-batch for each; beyond {one_gpu_loss:g} or {one_gpu_norm:g} it is refused."
+    "computed again and with all of attention, over the GPU's dense bf16 peak. In use: MiB of the fullest rank at "
+    "most, without the memory of CUDA graphs. Held: with it, and with what the allocator keeps. What `estimate` "
+    "predicts is compared with what is held where layers are in graphs, else with what is in use. Gaps: how far a "
+    "step's loss is at most from TRL's plain trainer's on as many GPUs, over its first loss, and how far the first "
+    "gradient norm is; beyond {loss_tolerance:g} or {norm_tolerance:g} a row is refused. One GPU: the same of ours on "
+    "several from ours on one that reads the rows of all, a micro-batch for each; beyond {one_gpu_loss:g} or "
+    "{one_gpu_norm:g} it is refused."
 )
 HEADS = (
     "GPUs", "trainer", "ms", "tokens/s a GPU", "of SFTTrainer's", "efficiency", "MFU", "in use, MiB", "estimate", "off",
@@ -116,7 +118,9 @@ TINY = "ddp-sft-qwen3-0.6b,sft-llama-3-8b,lora-qwen3-1.7b,kd-qwen3-1.7b-8b", "tr
 class Prediction:
     """What `estimate` says of ours in a case on so many GPUs, in MiB, and the operations of a token.
 
-    `held_mib`: by PARTS, when the optimizer steps.
+    Attributes:
+        held_mib: by PARTS, when the optimizer steps.
+        graphs_mib: what CUDA graphs keep besides the peak, with whole weights under FSDP2, where there is room.
     """
 
     case: str
@@ -124,6 +128,7 @@ class Prediction:
     peak_mib: float
     held_mib: dict[str, float]
     flops: float
+    graphs_mib: float = 0.0
 
 
 def run_config(case: Case, tiny: bool, gpus: int = 1) -> Any:
@@ -163,16 +168,17 @@ def predict(case: Case, gpus: int, tiny: bool) -> Prediction:
     from liger_trainer.tools.estimate.estimator import highest
     from liger_trainer.tools.estimate.step_spec import sharding_of
 
-    memory = _memory(case, tiny)
-    sharding = sharding_of(run_config(case, tiny, gpus))
+    config = run_config(case, tiny, gpus)
+    memory, sharding = _memory(case, gpus > 1, tiny), sharding_of(config)
     parts, peak = sharding.per_process(memory)["optimizer"].parts, highest(memory, sharding)[1]
     held_mib = {part: parts[part] / MIB for part in PARTS if parts[part]}
-    return Prediction(case.name, gpus, peak.bytes / MIB, held_mib, flops_of_token(case, tiny, memory.trainable))
+    flops, graphs = flops_of_token(case, tiny, memory.trainable), sharding.graphs_bytes(memory) or 0
+    return Prediction(case.name, gpus, peak.bytes / MIB, held_mib, flops, graphs / MIB)
 
 
 @functools.cache
-def _memory(case: Case, tiny: bool) -> Any:
-    """Return what `estimate` predicts of one process that shares nothing out."""
+def _memory(case: Case, several: bool, tiny: bool) -> Any:
+    """Return what `estimate` predicts of a step on one GPU or several: under FSDP2 it is the same on two and eight."""
     from liger_trainer.tools.estimate.simulate import simulate
     from liger_trainer.tools.estimate.step_spec import step_spec
 
@@ -180,7 +186,8 @@ def _memory(case: Case, tiny: bool) -> Any:
         case.config(tiny).save_pretrained("model")
         if case.teacher:
             case.config(tiny, teacher=True).save_pretrained("teacher")
-        spec = step_spec(run_config(case, tiny), length_of(case, tiny), padded=False, bf16=not tiny)
+        config = run_config(case, tiny, 2 if several else 1)
+        spec = step_spec(config, length_of(case, tiny), padded=False, bf16=not tiny)
         memory = simulate(spec)
         return _halfway(memory, simulate(replace(spec, checkpointing=None))) if case.selective else memory
 
@@ -249,6 +256,8 @@ class RankWorker(TrainerWorker):
                 trainer.add_callback(self.callback(trainer, case, shares))
             measured = train(trainer, plan, folder, alike=True)
         measured.notes = notes_of(trainer, provider)
+        reports = getattr(trainer, "graph_reports", {}).values()
+        measured.graphed = any(not report.startswith("CUDA graphs: none") for report in reports)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         return measured, shares
@@ -470,7 +479,9 @@ def _cells(row: GpuRow, rows: Sequence[GpuRow], peak_tflops: float | None) -> li
     same = [r for r in rows if r.provider == row.provider and r.micro_batches == 1 and r.rate]
     fewest, base = min(((r.gpus, r.rate) for r in same), default=(1, None))
     reference = next((r.rate for r in rows if r.group == row.group and r.provider.name == REFERENCE), None)
-    estimated, used = predicted.peak_mib if row.provider.name == "ours" else None, m.allocated_mib
+    used = m.allocated_mib
+    is_ours, graphs = row.provider.name == "ours", predicted.graphs_mib if m.graphed else 0.0
+    estimated, compared = predicted.peak_mib + graphs if is_ours else None, m.reserved_mib if graphs else used
     return [
         *head, spread(Spread.of(m.ms), ".1f"), f"{rate:,.0f}",
         "" if not reference or row.provider.name == REFERENCE or micro_batches else f"{rate / reference:.2f}",
@@ -478,7 +489,7 @@ def _cells(row: GpuRow, rows: Sequence[GpuRow], peak_tflops: float | None) -> li
         "" if peak_tflops is None else f"{rate * predicted.flops / peak_tflops / 1e12:.1%}",
         "" if used is None else f"{used:,.0f}",
         "" if estimated is None else f"{estimated:,.0f}",
-        "" if estimated is None or used is None else f"{estimated / used - 1:+.1%}",
+        "" if estimated is None or compared is None else f"{estimated / compared - 1:+.1%}",
         "" if m.reserved_mib is None else f"{m.reserved_mib:,.0f}",
         f"{row.loss_gap:.1e}, {row.norm_gap:.1e}",
         "" if row.one_gpu_gaps is None else "{:.1e}, {:.1e}".format(*row.one_gpu_gaps),

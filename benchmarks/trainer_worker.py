@@ -41,6 +41,7 @@ class Measured:
             at a time would leave out the memory of CUDA graphs, which nobody holds between two replays.
         allocated_mib: the most that was in use at a time.
         notes: what the trainer says of itself.
+        graphed: whether layers were in CUDA graphs.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -57,6 +58,7 @@ class Measured:
     weights_mib: float = 0.0
     allocated_mib: float | None = None
     notes: str = ""
+    graphed: bool = False
 
 
 class TrainerWorker:

@@ -77,7 +77,8 @@ def _kernel(
     top = tl.max(best, 0)
     tiles = tl.num_programs(1)
     tl.store(best_ptr + row * tiles + tile, top)
-    tl.store(token_ptr + row * tiles + tile, tl.min(tl.where(best == top, token, 2147483647), 0))
+    token = tl.min(tl.where(best == top, token, 2147483647), 0)
+    tl.store(token_ptr + row * tiles + tile, tl.minimum(token, V - 1))  # of a row of NaN too, a token that exists
 
 
 @triton.jit
@@ -95,7 +96,8 @@ def draw_tokens(
     """Draw a token for each row.
 
     Args:
-        logits: (B, V), fp32, fp16 or bf16, V below 2^31; at least one column that is not banned and above -inf.
+        logits: (B, V), fp32, fp16 or bf16, V below 2^31; at least one column that is not banned and above -inf. Of a
+            row of NaN, some token is drawn.
         seed: (1,) int64, on the device: a CUDA graph reads it when it is replayed.
         rows: (B,) int32, a number for each row that no other row has, such as its place among all prompts.
         counts: (B,) int32, the tokens that were drawn for a row before. Draws of two rows, or of two counts, are

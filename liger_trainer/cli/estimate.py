@@ -26,6 +26,7 @@ def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, a
     """Estimate memory by part, tokens and steps of a run. Needs no weights and no GPU. Exit code 3: it does not fit."""
     from rich.console import Console
 
+    from ..tools.estimate.engine import choose
     from ..tools.estimate.estimator import estimate as run
     from ..tools.estimate.estimator import gpu_named, present_gpu
 
@@ -34,10 +35,14 @@ def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, a
     settings = checked(config, overrides)
 
     with Console(stderr=True).status("Simulating a step without data"):
-        found = run(settings, named or present_gpu())
+        compared = named or present_gpu()
+        choice = choose(settings, compared)
+        found = run(choice.config, compared)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
     else:
+        if choice.why:
+            typer.echo(f"accelerate_config: auto is {choice.why}")
         _print(found)
     # None without a GPU to compare with: then nothing does not fit.
     if found.fits is False:
@@ -68,7 +73,8 @@ def _print(found: "Estimate") -> None:
     )
     # Where they are always recorded, they are part of the peak.
     if found.graphs_mib is not None and "CUDA graphs" not in found.parts_mib:
-        console.print(f"CUDA graphs keep {found.graphs_mib:,.0f} MiB more, where the GPU has them free.")
+        what = "CUDA graphs, and whole weights in place," if found.sharding.stays else "CUDA graphs"
+        console.print(f"{what} keep {found.graphs_mib:,.0f} MiB more, where the GPU has them free.")
     if found.sampling_mib is not None:
         console.print(
             f"While completions are sampled: {found.sampling_mib:,.0f} MiB, with {found.kept_mib:,.0f} of keys and "

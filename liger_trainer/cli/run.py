@@ -61,8 +61,9 @@ def start(config: str, overrides: list[str], command: list[str], launcher: list[
 
 
 def _start(config: str, overrides: list[str], command: list[str], launcher: list[str]) -> None:
+    from ..common.console import announce
     from ..config.check import not_installed
-    from ..config.conflicts import is_launched
+    from ..config.conflicts import CHOSEN, is_launched
     from ..config.run_config import load_run_config
     from ..run.launch import launch, launcher_arguments
 
@@ -70,6 +71,21 @@ def _start(config: str, overrides: list[str], command: list[str], launcher: list
     # transformers looks when it loads the weights, or makes the trainer.
     for key, missing in not_installed(checked.values):
         raise checked.error(key, missing)
+    if checked["accelerate_config"] == CHOSEN and not is_launched():
+        if launcher:
+            raise checked.error(
+                "accelerate_config",
+                "auto decides what the launcher is told, and so do the arguments after --: name ddp or fsdp2, or set "
+                "num_processes and the like in the configuration.",
+            )
+        from ..tools.estimate.engine import choose
+
+        # Its processes, and a run that resumes, get the engine by name.
+        choice = choose(checked)
+        checked, overrides = choice.config, [*overrides, *choice.settings]
+        command = [*command, *choice.settings]
+        if choice.why:
+            announce(f"accelerate_config: auto is {choice.why}")
     launcher = [*launcher_arguments(checked), *launcher] if launcher or not is_launched() else []
     if launcher:
         launch(launcher, command, checked["use_cpu"])

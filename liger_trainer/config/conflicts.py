@@ -36,6 +36,7 @@ from .yaml_reader import Finding, Setting
 
 LAUNCHED = "LIGER_TRAINER_LAUNCHED"  # id of the launching process, a colon, and the folder of its ranks
 DDP = {"ddp": "multi_gpu"}  # the name that users know, and TRL's
+CHOSEN, DDP_NAME, FSDP2_NAME = "auto", "ddp", "fsdp2"  # the first becomes one of the others when a run is launched
 
 
 def is_launched() -> bool:
@@ -206,6 +207,12 @@ _OF_TRL = (
         "adapters leave the base as it is; train them on packed weights with load_in_4bit, or leave use_peft out."),
     Conflict("qat", QAT & SHARDED,
         "does not go with FSDP or DeepSpeed, which shard weights; use ddp."),
+    *(Conflict(key, on(key) & equals("accelerate_config", CHOSEN),
+        "names the engine already, which `accelerate_config: auto` would choose; give only one of them.")
+        for key in ("fsdp", "deepspeed")),
+    Conflict("num_machines", Condition(("num_machines",), lambda options: (options["num_machines"] or 1) > 1)
+        & equals("accelerate_config", CHOSEN),
+        "with `accelerate_config: auto` each machine would choose an engine by its own memory; name ddp or fsdp2."),
     Conflict("datasets", on("datasets") & on("dataset_name"), "give either dataset_name or datasets, not both."),
     Conflict("test_split_size", given("test_split_size") & ~on("datasets"),
         "belongs to `datasets`; with dataset_name use holdout_fraction."),

@@ -106,7 +106,8 @@ class LaunchOptions:
     """Options of `accelerate launch`, as TRL takes them from its YAML files: the run is then started through it."""
 
     accelerate_config: str | None = option(
-        None, "ddp, fsdp2, zero2 or another of TRL's names, or a file of accelerate's."
+        None,
+        "auto (ddp if it fits, else fsdp2), ddp, fsdp2, zero2 or another of TRL's names, or a file.",
     )
     num_processes: int | None = option(None, "Processes in all: one a GPU, or on the CPU where there is none.", ge=1)
     num_machines: int | None = option(None, "Machines in all.", ge=1)

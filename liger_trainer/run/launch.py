@@ -27,7 +27,7 @@ from ..common.files import CONFIG, METRICS
 from ..common.options import did_you_mean
 from ..common.signals import handling
 from ..config.check import API_KEY, needs_trust
-from ..config.conflicts import LAUNCHED, accelerate_file, accelerate_names, is_launched
+from ..config.conflicts import CHOSEN, LAUNCHED, accelerate_file, accelerate_names, is_launched
 from ..config.yaml_reader import COMMAND_LINE, parse_overrides, read_settings, setting
 from ..errors import ConfigError, Interrupted, LigerTrainerError
 from ..secrets import redact
@@ -96,15 +96,17 @@ WATCH_EVERY = 1.0  # seconds
 def launcher_arguments(config: "RunConfig") -> list[str]:
     """Return the configuration's arguments for `accelerate launch`: `num_processes: 2` is `--num_processes 2`.
 
+    `accelerate_config: auto`, which is left where one process trains, says nothing.
+
     Raises:
         ConfigError: `accelerate_config` is neither a file nor a name of one.
     """
     arguments = []
     for key, spec in config.schema.keys.items():
-        if spec.section != "launch" or config[key] is None:
+        if spec.section != "launch" or config[key] is None or (key, config[key]) == ("accelerate_config", CHOSEN):
             continue
         if key == "accelerate_config":
-            file, names = accelerate_file(config[key]), sorted(accelerate_names())
+            file, names = accelerate_file(config[key]), [CHOSEN, *sorted(accelerate_names())]
             if file is None:
                 hint = did_you_mean(config[key], names)
                 raise config.error(key, f"expected a file or one of {', '.join(names)}, got {config[key]!r}.{hint}")

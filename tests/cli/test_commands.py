@@ -205,7 +205,7 @@ def launched(monkeypatch):
 
     for name in (launching.LAUNCHED, "RANK", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launching.subprocess, "Popen", popen)
+    monkeypatch.setattr(launching, "subprocess", SimpleNamespace(Popen=popen))  # others may start processes
     monkeypatch.setattr(run, "_run_recipe", lambda config: started.append([config.recipe]))
 
     def start(*arguments: str) -> list[str]:
@@ -284,6 +284,41 @@ def test_what_follows_two_dashes_goes_to_the_launcher(launched, tmp_path, monkey
         assert message in " ".join(capsys.readouterr().err.split()), words
     for engine in ("fsdp2", "zero3"):
         assert launched("run", "my.yaml", f"accelerate_config={engine}", *itself, "use_peft=true")
+
+
+@pytest.mark.parametrize(
+    "mib, words, engine, said",
+    [
+        (80_000, [], "ddp", "auto is DDP, which takes"),
+        (800, [], "fsdp2", "auto is FSDP2: DDP would take"),
+        (80_000, ["optim=galore_adamw"], "fsdp2", "auto is FSDP2: whether DDP fits is not known (command line: optim:"),
+        (80_000, ["use_cpu=true", "num_processes=2"], "ddp", "auto is DDP over gloo: there is no GPU"),
+        (80_000, ["num_processes=1"], None, ""),
+        (800, ["qat=int8"], "", "accelerate_config: auto takes FSDP2, since DDP would take"),
+        (80_000, ["fsdp=full_shard"], "", "fsdp: names the engine already"),
+        (80_000, ["num_machines=2"], "", "num_machines: with `accelerate_config: auto` each machine would choose"),
+        (80_000, ["--", "--num_processes", "2"], "", "accelerate_config: auto decides what the launcher is told"),
+    ],
+    ids=str,
+)
+def test_auto_chooses_by_what_fits(launched, monkeypatch, capsys, mib, words, engine, said):
+    """None: nothing but the number of processes is said; "": it is refused."""
+    device = SimpleNamespace(name="H100", total_memory=mib * 2**20)
+    for name, value in (("is_available", True), ("device_count", 4), ("get_device_properties", device)):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, value=value: value)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
+    command = launched("run", "smollm2/sft_full", "accelerate_config=auto", *words)
+    printed = capsys.readouterr()
+    assert said in " ".join((printed.out + printed.err).split())
+    if engine:
+        processes = "2" if "num_processes=2" in words else "4"
+        file = {"ddp": "multi_gpu.yaml", "fsdp2": "fsdp2.yaml"}[engine]
+        assert Path(command[command.index("--config_file") + 1]).name == file
+        assert command[command.index("--num_processes") + 1] == processes
+        assert command[-2:] == [f"accelerate_config={engine}", f"num_processes={processes}"]  # what its ranks read
+    else:
+        assert "--config_file" not in command and bool(command) == (engine is None)
 
 
 @pytest.mark.parametrize(

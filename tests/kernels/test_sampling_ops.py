@@ -214,6 +214,18 @@ def test_of_equal_logits_the_first_is_the_likeliest():
     assert draw_tokens(logits, *rest, temperature=0.0).tolist() == [0, 17, 2999]
 
 
+@launched
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("V", [12, 5001])
+def test_a_row_of_nan_draws_a_token_that_exists(V, temperature):
+    """An embedding would else read behind its weights, after which CUDA is not usable."""
+    logits, *rest = draw_inputs(3, V)
+    logits[1] = float("nan")
+    drawn = draw_tokens(logits, *rest, temperature=temperature)
+    want = draw_tokens_reference(logits, *rest, temperature=temperature)
+    assert torch.equal(drawn[::2], want[::2]) and 0 <= drawn[1] < V
+
+
 def test_tokens_are_drawn_by_their_probabilities():
     """A chi-square test of 200,000 draws from 12 tokens, at a fixed seed."""
     N, V = 200_000, 12

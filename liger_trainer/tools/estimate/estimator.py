@@ -88,12 +88,15 @@ def gpu_named(name: str) -> Gpu:
 
 
 def present_gpu() -> Gpu | None:
-    """Return the first GPU that torch sees; None without one."""
+    """Return the GPU with the least memory that torch sees; None without one."""
     import torch
 
     if not torch.cuda.is_available():
         return None
-    properties = torch.cuda.get_device_properties(0)
+    properties = min(
+        (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())),
+        key=lambda device: device.total_memory,
+    )
     return Gpu(
         properties.name, properties.total_memory // 2**20, torch.cuda.is_bf16_supported(including_emulation=False)
     )
@@ -149,8 +152,9 @@ class Estimate:
     # size of a teacher cache of the training rows for `teacher: cache`, if all tokens were supervised
     cache_mib: float | None
     unknown: str
-    # what CUDA graphs keep besides the peak where they are recorded, which `cuda_graphs: auto` does where that memory
-    # is free; None without graphs. With `cuda_graphs: always` the peak has it.
+    # what CUDA graphs, and under FSDP2 whole weights for them, keep besides the peak where they are recorded, which
+    # `cuda_graphs: auto` does where that memory is free; None without graphs. With `cuda_graphs: always` it is in the
+    # peak.
     graphs_mib: float | None = None
     # what capturing it takes on a GPU, if the teacher is named. It is no part of the run's peak.
     capture_mib: float | None = None
@@ -176,7 +180,7 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
     spec = step_spec(config, *_longest(config, lengths), bf16)
     sharding = sharding_of(config)
     memory = simulate(spec)
-    phase, peak = highest(memory, sharding)
+    (phase, peak), graphs = highest(memory, sharding), sharding.graphs_bytes(memory)
     parts = {part: size / MIB for part, size in peak.parts.most_common() if size}
     fits = None if gpu is None else peak.bytes / MIB <= gpu.usable_mib
     changes = _changes(config, lengths, gpu, peak.bytes / MIB) if gpu is not None and not fits else ()
@@ -199,7 +203,7 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
         parts_mib=parts,
         peaks_mib={name: p.bytes / MIB for name, p in sharding.per_process(memory).items()},
         **_tokens(config, spec, lengths, sharding),
-        graphs_mib=None if memory.graphs_bytes is None else memory.graphs_bytes / MIB,
+        graphs_mib=None if graphs is None else graphs / MIB,
         capture_mib=capture_mib,
         sampling_mib=None if sampling is None else (sampling.bytes + LIBRARIES[1]) / MIB,
         kept_mib=None if sampling is None else sampling.parts["keys and values"] / MIB,
@@ -207,6 +211,15 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
         fits=fits,
         changes=changes,
     )
+
+
+def simulated(config: "RunConfig", bf16: bool) -> StepMemory:
+    """Return the memory of a configuration's step on GPUs with or without bf16.
+
+    Raises:
+        ConfigError: as `estimate` does.
+    """
+    return simulate(step_spec(config, *_longest(config, row_lengths(config)), bf16))
 
 
 def highest(memory: StepMemory, sharding: Sharding) -> tuple[str, Peak]:

@@ -45,7 +45,8 @@ class MemoryTracker(TorchDispatchMode):
         # the pool of memory that new storages come from, such as CUDA graphs'; None: the allocator's own
         self.pool: str | None = None
         self.pools: dict[str | None, int] = {}  # pool -> the most bytes that were live in it
-        self.outside: dict[str, int] = {}  # phase -> the most bytes that were live in no pool
+        self.outside: dict[str, Peak] = {}  # phase -> its peak of what was live in no pool
+        self._live_outside: Counter[str] = Counter()
         self._live_in: Counter[str | None] = Counter()
         self._storages: dict[int, tuple[weakref.ref, int, str, str | None]] = {}
 
@@ -72,8 +73,8 @@ class MemoryTracker(TorchDispatchMode):
                 self._count([tensor], part)
                 continue
             storage, size, before, pool = entry
-            self.live[before] -= size
-            self.live[part] += size
+            self._change(before, pool, -size)
+            self._change(part, pool, size)
             self._storages[id(tensor.untyped_storage())] = storage, size, part, pool
 
     def part_of(self, tensor: Tensor) -> str | None:
@@ -106,19 +107,28 @@ class MemoryTracker(TorchDispatchMode):
             size = -(-storage.nbytes() // BLOCK) * BLOCK
             # The callback runs when the last tensor of the storage is gone, as the allocator would free it.
             self._storages[key] = weakref.ref(storage, lambda _, key=key: self._freed(key)), size, part, self.pool
-            self.live[part] += size
-            self._live_in[self.pool] += size
+            self._change(part, self.pool, size)
         self._note_peak()
+
+    def keep(self, pool: str, size: int) -> None:
+        """Count bytes that a pool keeps, and that nothing has without the pool."""
+        self._live_in[pool] += size
+        self.pools[pool] = max(self.pools.get(pool, 0), self._live_in[pool])
 
     def _freed(self, key: int) -> None:
         _, size, part, pool = self._storages.pop(key)
-        self.live[part] -= size
-        self._live_in[pool] -= size
+        self._change(part, pool, -size)
+
+    def _change(self, part: str, pool: str | None, size: int) -> None:
+        self.live[part] += size
+        self._live_in[pool] += size
+        if pool is None:
+            self._live_outside[part] += size
 
     def _note_peak(self) -> None:
-        peak, now = self.peaks.setdefault(self.phase, Peak()), self.bytes
-        if now > peak.bytes:
-            peak.bytes, peak.parts = now, Counter(self.live)
         # Graph pools do not give memory back, so what is outside of them has a peak by itself.
-        self.outside[self.phase] = max(self.outside.get(self.phase, 0), self._live_in[None])
+        for peaks, live in ((self.peaks, self.live), (self.outside, self._live_outside)):
+            peak, now = peaks.setdefault(self.phase, Peak()), live.total()
+            if now > peak.bytes:
+                peak.bytes, peak.parts = now, Counter(live)
         self.pools[self.pool] = max(self.pools.get(self.pool, 0), self._live_in[self.pool])

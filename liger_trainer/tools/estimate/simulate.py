@@ -17,6 +17,7 @@ import torch
 from peft import get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.nn import Parameter
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -41,6 +42,7 @@ from ...trainers.options import ALWAYS, NEVER
 from .memory_tracker import MemoryTracker, Peak
 from .stand_ins import as_bitsandbytes, attention, attention_mask, on_a_gpu, quantize
 
+GATHERED = "weights to gather"  # the whole of them, which no process ever has: Sharding counts the layers at work
 SAMPLING = "sampling"  # a phase
 ATTENTION, BY_LENGTHS = "liger_trainer_without_data", "liger_trainer_without_data_by_lengths"
 
@@ -84,6 +86,9 @@ class StepSpec:
     rollout: Rollout | None = None  # None: nothing is sampled
     teaches_itself: bool = False  # the teacher is the student without its adapters
     remake_every: int = 0  # in every n-th decoder layer the MLP makes gate and up again; 0: in none
+    # FSDP2 computes with gathered copies of the student's weights, and keeps shares of them in this format, but in fp32
+    # of those that it trains; None without FSDP2
+    shares: torch.dtype | None = None
     quantises: bool = False  # linear layers hold quantised numbers, and their weights are kept too
     cuda_graphs: str = NEVER  # `auto`, `always` or `never`
     peft: Any = None  # configuration of the student's adapters
@@ -102,26 +107,35 @@ class StepSpec:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Peaks by phase, numbers of parameters, and bytes of the trained weights, and of the largest layer and the output
-    head in the format that they compute in; `tied`: the head is the embedding.
+    """Peaks by phase, numbers of parameters, bytes of the trained weights, and of what computes in the format in which
+    it does: the trained weights, the largest layer and the output head of the student and of the teacher.
 
+    tied: the head is the embedding.
     sampling: the peak while completions are sampled, all rows at once: where less is free, it is fewer at once.
     weights_bytes: of the student, in the format that they compute in.
-    graphs_bytes: what CUDA graphs of the decoder layers keep besides the highest peak, since their memory is separate;
-        None without graphs. Where they are recorded always, the peaks have it too.
+    outside: the peaks by phase of what is not in the memory of CUDA graphs.
+    pools_bytes: what the graphs keep: all that their layers allocate, with the gradients that they write; 0 without.
+    whole_bytes: the weights of the layers that graphs are not ruled out for, in the format that they compute in.
+    always: graphs are recorded whatever the memory, so that they belong to the peak.
     """
 
     peaks: dict[str, Peak]
     parameters: int
     trainable: int
     trained_bytes: int
+    computed_bytes: int
     layer_bytes: int
     head_bytes: int
     tied: bool
     teacher_parameters: int
     weights_bytes: int
+    teacher_layer_bytes: int = 0
+    teacher_head_bytes: int = 0
     sampling: Peak | None = None
-    graphs_bytes: int | None = None
+    outside: dict[str, Peak] = field(default_factory=dict)
+    pools_bytes: int = 0
+    whole_bytes: int = 0
+    always: bool = False
 
 
 def simulate(spec: StepSpec) -> StepMemory:
@@ -147,10 +161,6 @@ def simulate(spec: StepSpec) -> StepMemory:
                 f"{type(base_of(student)).__name__} computes something that depends on its numbers, so that its memory "
                 f"cannot be told without running it: {str(error).partition(chr(10))[0]}"
             ) from error
-    graphs = step.graphs_bytes()
-    if spec.cuda_graphs == ALWAYS:
-        for peak in tracker.peaks.values():
-            peak.add("CUDA graphs", graphs or 0)
     if step.sampling is not None:
         step.sampling.add("optimizer state", tracker.live["optimizer state"])
     return StepMemory(
@@ -160,11 +170,17 @@ def simulate(spec: StepSpec) -> StepMemory:
         parameters=_numbers(student),
         trainable=sum(p.numel() for p in step.trained),
         trained_bytes=sum(p.nbytes for p in step.trained),
+        computed_bytes=sum(p.nbytes for p in step.kept),
         layer_bytes=_largest_layer(student, spec.autocast),
         head_bytes=_computed_bytes(base_of(student).get_output_embeddings(), spec.autocast),
         tied=base_of(student).get_output_embeddings().weight is base_of(student).get_input_embeddings().weight,
         teacher_parameters=0 if teacher is None else _numbers(teacher),
-        graphs_bytes=graphs,
+        teacher_layer_bytes=0 if teacher is None else _largest_layer(teacher, spec.autocast),
+        teacher_head_bytes=0 if teacher is None else _computed_bytes(teacher.get_output_embeddings(), spec.autocast),
+        outside=tracker.outside,
+        pools_bytes=sum(size for pool, size in tracker.pools.items() if pool is not None),
+        whole_bytes=sum(_computed_bytes(layer, spec.autocast) for layer in step.recordable),
+        always=spec.cuda_graphs == ALWAYS,
     )
 
 
@@ -209,10 +225,18 @@ class _TrainerSteps:
 
     def __init__(self, spec: StepSpec, student: Any, teacher: Any, tracker: MemoryTracker, resident: list[Tensor]):
         self.spec, self.student, self.teacher, self.tracker = spec, student, teacher, tracker
-        self.trained = [p for p in student.parameters() if p.requires_grad]
-        # By id: tensors compare by their numbers, of which there are none.
-        frozen = {id(p) for p in student.parameters()} - {id(p) for p in self.trained}
-        tracker.add((p for p in student.parameters() if id(p) in frozen), "student weights")
+        computed = [p for p in student.parameters() if p.requires_grad]
+        whole: dict[Any, Any] = {}
+        if spec.shares is not None:
+            whole = {p: Parameter(torch.empty_like(p, dtype=torch.float32)) for p in computed}
+            frozen = [torch.empty_like(p, dtype=spec.shares) for p in student.parameters() if not p.requires_grad]
+            tracker.add(student.parameters(), GATHERED)
+            tracker.add(frozen, "student weights")
+            self.frozen = frozen  # which keeps them
+        self.kept = {p: whole.get(p, p) for p in computed}  # by what computes, what the optimizer steps
+        self.trained = list(self.kept.values())
+        if spec.shares is None:
+            tracker.add((p for p in student.parameters() if not p.requires_grad), "student weights")
         tracker.add(self.trained, "adapter weights" if spec.peft is not None else "student weights")
         tracker.add(student.buffers(), "student weights")
         if teacher is not None:
@@ -225,19 +249,32 @@ class _TrainerSteps:
         tracker.add(resident, "teacher weights")
         self.used: set[Tensor] = set()
         self.sampling: Peak | None = None
-        for parameter in self.trained:
+        for parameter in computed:
             parameter.register_post_accumulate_grad_hook(self._has_gradient)
-        self.graphed = [model for model in (student, teacher) if model is not None and _has_graphs(model, spec)]
-        for model in self.graphed:
-            _Pool("student" if model is student else "teacher", tracker).watch(layers_of(base_of(model)))
+        self.recordable: list[nn.Module] = []
+        self.in_graphs: set[Tensor] = set()
+        for name, model in (("student", student), ("teacher", teacher)):
+            layers = () if model is None else _recordable(model, spec)
+            self.recordable += layers
+            # Larger batches keep the GPU busy without graphs.
+            if layers and (spec.cuda_graphs == ALWAYS or spec.rows * spec.length <= most_rows(layers)):
+                _Pool(name, tracker).watch(layers)
+                self.in_graphs |= {parameter for layer in layers for parameter in layer.parameters()}
         base_of(student).get_decoder().register_forward_hook(lambda *_: tracker.enter("loss"))
         # As Trainer has them: without weight decay for biases and norms.
         groups = [[p for p in self.trained if p.ndim > 1], [p for p in self.trained if p.ndim <= 1]]
         self.optimizer = spec.optimizer([{"params": group} for group in groups if group])
 
     def _has_gradient(self, parameter: Tensor) -> None:
-        self.used.add(parameter)
-        self.tracker.add([parameter.grad], "gradients")  # pyright: ignore
+        kept = self.kept[parameter]
+        self.used.add(kept)
+        if kept is not parameter:  # summed up over the processes, each of which keeps its share
+            if parameter in self.in_graphs:  # each has its place there
+                self.tracker.keep("student", parameter.nbytes)
+            pool, self.tracker.pool = self.tracker.pool, None
+            parameter.grad, kept.grad = None, torch.empty_like(kept)
+            self.tracker.pool = pool
+        self.tracker.add([kept.grad], "gradients")  # pyright: ignore
 
     def run(self) -> None:
         tracker = self.tracker
@@ -253,7 +290,7 @@ class _TrainerSteps:
                 tracker.add([parameter.grad], "gradients")
         self._micro_batch()
         unused = -self._drop_unused_gradients()
-        phases = [*tracker.peaks.values()]
+        phases, outside = [*tracker.peaks.values()], [*tracker.outside.values()]
         # The state of the optimizer is made in the first step, and there during the second.
         for _ in range(2):
             with tracker.during("optimizer", "optimizer temporaries"):
@@ -261,7 +298,7 @@ class _TrainerSteps:
                     torch.nn.utils.clip_grad_norm_(self.trained, self.spec.max_grad_norm, foreach=True)
                 self.optimizer.step()
                 tracker.add(_states(self.optimizer), "optimizer state")
-        for peak in phases:
+        for peak in [*phases, *outside]:
             peak.add("gradients", unused)
             # From the second step on it is there in each phase.
             peak.add("optimizer state", tracker.live["optimizer state"])
@@ -291,16 +328,6 @@ class _TrainerSteps:
             self.tracker.add(saved, "weights under merged adapters")
             base(input_ids=ids, use_cache=False, logits_to_keep=rollout.rows)
         model.train(training)
-
-    def graphs_bytes(self) -> int | None:
-        """See `StepMemory`."""
-        # Pools keep their memory through the whole step, and what is outside of them peaks separately.
-        if not self.graphed:
-            return None
-        tracker, state = self.tracker, self.tracker.live["optimizer state"]
-        outside = max(size + (0 if phase == "optimizer" else state) for phase, size in tracker.outside.items())
-        pools = sum(size for pool, size in tracker.pools.items() if pool is not None)
-        return max(0, pools + outside - max(peak.bytes for peak in tracker.peaks.values()))
 
     def _drop_unused_gradients(self) -> int:
         """Drop gradients of parameters that the loss does not use; return their bytes."""
@@ -341,16 +368,14 @@ class _TrainerSteps:
             return {"teacher_logits": teacher_logits(teacher, teacher, **inputs, use_cache=False)}
 
 
-def _has_graphs(model: Any, spec: StepSpec) -> bool:
-    """Whether the decoder layers of a model are recorded, where the GPU has the memory for it."""
+def _recordable(model: Any, spec: StepSpec) -> Sequence[nn.Module]:
+    """Return the decoder layers of a model where they may be in graphs, if the GPU has the memory; else none."""
     try:
         layers = layers_of(base_of(model))
     except NotCapturable:
-        return False
-    if spec.cuda_graphs == NEVER or any(hasattr(p, "quant_state") for layer in layers for p in layer.parameters()):
-        return False
-    # Larger batches keep the GPU busy without graphs.
-    return spec.cuda_graphs == ALWAYS or spec.rows * spec.length <= most_rows(layers)
+        return ()
+    packed = any(hasattr(p, "quant_state") for layer in layers for p in layer.parameters())
+    return () if packed or spec.cuda_graphs == NEVER else layers
 
 
 class _Pool:

@@ -29,6 +29,7 @@ from ...teachers.cache.store import HiddenSettings, read_index
 from ...trainers.options import AUTO, MEMORY, NEVER
 from ...trainers.rollouts import SIZES
 from .memory_tracker import Peak
+from .simulate import GATHERED as WHOLE
 from .simulate import SAMPLING, ModelSpec, Rollout, StepMemory, StepSpec
 from .stand_ins import MomentsOptimizer
 
@@ -39,37 +40,81 @@ if TYPE_CHECKING:
 
 # What one of several processes holds: DDP's buckets, and its shares under ZeRO and FSDP.
 WEIGHTS = ("student weights", "adapter weights", "teacher weights")
-GATHERED = 2  # layers with all their weights at one time: one computes, the next is being gathered
+# Layers whose weights FSDP has whole at one time: one computes, the next is gathered; and as many layers' gradients:
+# one's are summed up over the processes, the next one's are computed.
+GATHERED = 2
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The number of processes, the parts that they share, and whether DDP keeps buckets of gradients."""
+    """The number of processes, the parts that they share, and whether gradients lie in DDP's buckets."""
 
     name: str = "one process"
     processes: int = 1
     shared: tuple[str, ...] = ()
     gathers: bool = False
     buckets: bool = False
+    stays: bool = False  # the whole weights of layers in CUDA graphs stay in place, as FSDP2's can
+    accumulates: bool = False  # micro-batches are added up before the processes' gradients are
+
+    @property
+    def records(self) -> bool:
+        """Whether `auto` records layers in CUDA graphs: DeepSpeed moves weights, and so does FSDP1."""
+        return self.processes == 1 or self.buckets or self.stays
 
     def per_process(self, memory: StepMemory) -> dict[str, Peak]:
         """Return the peaks of one process."""
-        return {phase: self.share(phase, peak, memory) for phase, peak in memory.peaks.items()}
+        peaks = {phase: self.share(phase, peak, memory) for phase, peak in memory.peaks.items()}
+        graphs = self.graphs_bytes(memory) if memory.always else None
+        for peak in peaks.values() if graphs else ():
+            peak.add("CUDA graphs", graphs or 0)
+        return peaks
+
+    def graphs_bytes(self, memory: StepMemory) -> int | None:
+        """Return what graphs keep besides the highest peak of one process, None without graphs.
+
+        Their memory stays through the whole step, and what is outside of it peaks separately. Under FSDP2 whole weights
+        of the layers stay too, where graphs are not ruled out, though a large batch is not recorded.
+        """
+        if not memory.pools_bytes and not (self.stays and memory.whole_bytes):
+            return None
+        highest = max(self.share(phase, peak, memory).bytes for phase, peak in memory.peaks.items())
+        return max(0, memory.pools_bytes + self.outside_bytes(memory) - highest)
+
+    def outside_bytes(self, memory: StepMemory) -> int:
+        """Return the highest peak of what one process has besides its graphs' memory, with weights that stay whole."""
+        outside = max(self.share(phase, peak, memory).bytes for phase, peak in memory.outside.items())
+        return outside + (memory.whole_bytes if self.stays else 0)
 
     def share(self, phase: str, peak: Peak, memory: StepMemory) -> Peak:
         parts = Counter({p: n // self.processes if p in self.shared else n for p, n in peak.parts.items()})
         if self.gathers and phase == SAMPLING:  # all weights, for all tokens
             parts["gathered weights"] = memory.weights_bytes
         elif self.gathers:
-            parts["gathered layers"] = GATHERED * memory.layer_bytes
-            # as the embedding, it is kept from the first layer's pass to its backward
-            if phase == "loss" or memory.tied:
-                parts["gathered head"] = memory.head_bytes
-        if self.gathers:
-            del parts["autocast copies"]  # a layer is gathered in the format that it computes in
-        if self.buckets and phase != SAMPLING:
+            parts += self._gathered(phase, memory)
+        if self.gathers:  # a layer is gathered in the format that it computes in
+            del parts["autocast copies"], parts[WHOLE]
+        if self.buckets and phase != SAMPLING:  # gradients are views of them, and they stay through the whole step
+            del parts["gradients"]
             parts["gradient buckets"] = memory.trained_bytes
         return Peak(parts.total(), parts)
+
+    def _gathered(self, phase: str, memory: StepMemory) -> Counter[str]:
+        """Return what a process has whole in a phase, besides its shares."""
+        if phase == "optimizer":
+            return Counter()
+        layer = memory.teacher_layer_bytes if phase == "teacher" else memory.layer_bytes
+        parts = Counter({"gathered layers": GATHERED * layer})
+        # as the embedding, it is kept from the first layer's pass to its backward
+        if phase == "loss" or (memory.tied and phase != "teacher"):
+            parts["gathered head"] = memory.head_bytes
+        if phase in ("loss", "teacher"):
+            parts["gathered head"] += memory.teacher_head_bytes
+        if phase == "backward":
+            parts["gathered gradients"] = min(GATHERED * memory.layer_bytes, memory.computed_bytes)
+        if self.accumulates:  # accelerate's no_sync: until the last micro-batch they are not shared out
+            parts["gathered gradients"] = memory.computed_bytes
+        return parts
 
 
 def sharding_of(config: "RunConfig") -> Sharding:
@@ -89,7 +134,13 @@ def sharding_of(config: "RunConfig") -> Sharding:
         return _zero(int((file.get("deepspeed_config") or {}).get("zero_stage", 0)), processes)
     # FSDP of one process gathers nothing.
     if kind == "FSDP" or config["fsdp"]:
-        return Sharding("FSDP", processes, (*WEIGHTS, "gradients", "optimizer state"), gathers=processes > 1)
+        accumulates = processes > 1 and config["gradient_accumulation_steps"] > 1
+        # accelerate leaves out packed weights: their numbers are no floats, which FSDP2 shards
+        packed = config["load_in_4bit"] or config["load_in_8bit"]
+        shared = (*(WEIGHTS[1:] if packed else WEIGHTS), "gradients", "optimizer state")
+        units: dict[str, Any] = file.get("fsdp_config") or {}
+        stays = processes > 1 and units.get("fsdp_version") == 2 and not units.get("fsdp_offload_params")
+        return Sharding("FSDP", processes, shared, processes > 1, stays=stays, accumulates=accumulates)
     return Sharding("DDP", processes, buckets=True) if processes > 1 else Sharding()
 
 
@@ -235,8 +286,13 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
     by_lengths = merged and config["attention"] == AUTO and student.attention in (None, "sdpa", "eager")
     causal = config["attention"] == AUTO and student.attention in (None, "sdpa")  # padding is behind what is read
     masked = merged if packed else padded and rows > 1 and not causal
+    autocast = _autocast(config, bf16)
+    sharding, shares = sharding_of(config), None
+    if sharding.name == "FSDP" and sharding.gathers and student.bits is None and autocast is not None:
+        student, shares = replace(student, dtype=autocast), student.dtype
     return StepSpec(
         student=student,
+        shares=shares,
         # documents that attention reads by their lengths take what as many rows without padding take
         rows=1 if merged and not by_lengths else rows,
         length=longest * rows if merged and not by_lengths else longest,
@@ -249,8 +305,7 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         rollout=rollout,
         teaches_itself=distils and args.teacher == "self",
         quantises=args.qat is not None,
-        # `auto` leaves several processes without graphs
-        cuda_graphs=NEVER if graphs == AUTO and sharding_of(config).processes > 1 else graphs,
+        cuda_graphs=NEVER if graphs == AUTO and not sharding.records else graphs,
         peft=get_peft_config(config.model_args()),
         patch=PatchOptions.of(config["liger_kernel_config"]),
         remake_every=MEMORY[config["memory"]],
@@ -259,7 +314,7 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
             dft=args.loss_type == "dft",
             distillation=args.distillation() if distils else None,
         ),
-        autocast=_autocast(config, bf16),
+        autocast=autocast,
         checkpointing=(args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None,
         max_grad_norm=args.max_grad_norm,
     )
@@ -292,6 +347,7 @@ def _training_args(config: "RunConfig") -> Any:
     here = {
         "bf16": False, "fp16": False, "tf32": None, "deepspeed": None, "fsdp": None,
         "fsdp_config": None, "bf16_full_eval": False, "fp16_full_eval": False,
+        "use_cpu": True,  # on a GPU, arguments make a context there, which a launcher would keep through the training
     }  # fmt: skip
     here = {key: value for key, value in here.items() if key in config.values}
     settings = {**config.settings, **{key: Setting(value, "estimate") for key, value in here.items()}}
