@@ -16,7 +16,19 @@ from ..common.options import OptionValues, complaints, did_you_mean, read
 from ..kernels.divergence_kinds import REMOVED as REMOVED_KINDS
 from ..losses.plan import FIELDS, plan_of, without_effect
 from ..secrets import SECRET
-from .conflicts import CALLED, FORMER, GONE, REFUSED, REMOVED, SHARDED, TWO_STAGES, conflicts, notices, renamed
+from .conflicts import (
+    CALLED,
+    FORMER,
+    GONE,
+    REFUSED,
+    REMOVED,
+    SHARDED,
+    TWO_STAGES,
+    conflicts,
+    notices,
+    renamed,
+    unknown_engine,
+)
 from .run_options import RECIPES
 from .schema import Schema
 from .yaml_reader import COMMAND_LINE, DROPPED, Finding, Setting, inline, parse_overrides, read_settings
@@ -91,6 +103,10 @@ def _check_settings(
         problems += variables_not_allowed(known["env"])
     if paths:
         problems += missing_paths({key: setting for key, setting in known.items() if key not in wrong})
+    if paths and "accelerate_config" in settings and "accelerate_config" not in wrong:
+        engine = settings["accelerate_config"]
+        message = None if engine.value is None else unknown_engine(engine.value)
+        problems += [Finding(engine.where, "accelerate_config", message)] if message else []
     if "report_to" in settings and "report_to" not in wrong:
         message = unknown_tracker(settings["report_to"].value)
         problems += [Finding(settings["report_to"].where, "report_to", message)] if message else []

@@ -9,7 +9,18 @@ from typing import Any
 
 import yaml
 
-from ..common.options import Condition, Conflict, OptionValues, clashes, conflicts_of, equals, given, on, without
+from ..common.options import (
+    Condition,
+    Conflict,
+    OptionValues,
+    clashes,
+    conflicts_of,
+    did_you_mean,
+    equals,
+    given,
+    on,
+    without,
+)
 from ..losses.plan import LossConfig
 from ..teachers.config import CACHE, PLACEMENT, SAMPLES, SELF, TeacherConfig, is_its_own_teacher, teacher_problems
 from ..trainers.options import (
@@ -56,6 +67,14 @@ def accelerate_file(name: str) -> Path | None:
     """Return the file that a value of `accelerate_config` means, None where it is neither a file nor a name."""
     path = Path(name).expanduser()
     return path if path.is_file() else accelerate_names().get(name)
+
+
+def unknown_engine(name: str) -> str | None:
+    """Return what is wrong with a value of `accelerate_config`, None for `auto`, a file, or the name of one."""
+    if name == CHOSEN or accelerate_file(name) is not None:
+        return None
+    names = [CHOSEN, *sorted(accelerate_names())]
+    return f"expected a file or one of {', '.join(names)}, got {name!r}.{did_you_mean(name, names)}"
 
 
 @cache

@@ -24,10 +24,9 @@ import psutil
 from .. import __version__
 from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG, METRICS
-from ..common.options import did_you_mean
 from ..common.signals import handling
 from ..config.check import API_KEY, needs_trust
-from ..config.conflicts import CHOSEN, LAUNCHED, accelerate_file, accelerate_names, is_launched
+from ..config.conflicts import CHOSEN, LAUNCHED, accelerate_file, is_launched, unknown_engine
 from ..config.yaml_reader import COMMAND_LINE, parse_overrides, read_settings, setting
 from ..errors import ConfigError, Interrupted, LigerTrainerError
 from ..secrets import redact
@@ -106,11 +105,9 @@ def launcher_arguments(config: "RunConfig") -> list[str]:
         if spec.section != "launch" or config[key] is None or (key, config[key]) == ("accelerate_config", CHOSEN):
             continue
         if key == "accelerate_config":
-            file, names = accelerate_file(config[key]), [CHOSEN, *sorted(accelerate_names())]
-            if file is None:
-                hint = did_you_mean(config[key], names)
-                raise config.error(key, f"expected a file or one of {', '.join(names)}, got {config[key]!r}.{hint}")
-            arguments += ["--config_file", str(file)]
+            if (problem := unknown_engine(config[key])) is not None:
+                raise config.error(key, problem)
+            arguments += ["--config_file", str(accelerate_file(config[key]))]
         else:
             arguments += [f"--{key}", str(config[key])]
     return arguments

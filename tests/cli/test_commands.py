@@ -282,6 +282,8 @@ def test_what_follows_two_dashes_goes_to_the_launcher(launched, tmp_path, monkey
         else:
             assert launched("run", "my.yaml", f"accelerate_config={engine}", *others) == []
         assert message in " ".join(capsys.readouterr().err.split()), words
+    assert launched("validate", "my.yaml", "accelerate_config=fsdp3") == []
+    assert "got 'fsdp3'. Did you mean fsdp" in " ".join(capsys.readouterr().err.split())
     for engine in ("fsdp2", "zero3"):
         assert launched("run", "my.yaml", f"accelerate_config={engine}", *itself, "use_peft=true")
 
