@@ -165,6 +165,10 @@ def test_the_demo_keeps_its_own_split(load, monkeypatch):
         ('{"text": "a"}\n\n{"text": 3}\n', "rows.jsonl:3: column 'text': expected text, got an integer"),
         ('{"text": "a"}\n{"text": ["b", "c"]}\n', "rows.jsonl:2: column 'text': expected text, got a list"),
         ('{"text": "a", "n": 9223372036854775808}\n' * 2, "rows.jsonl:1: expected numbers of 64 bits"),
+        (
+            f'{{"prompt": "a", "completion": "b"}}\n{json.dumps({"messages": [{"role": "user", "content": "a"}]})}\n',
+            "rows.jsonl:2: a row of the form 'messages', in a file that is read as 'prompt-completion'",
+        ),
         ('{"text": "a"}\n{"txt": "b"}\n', "rows.jsonl:2: column 'text': expected text, got null"),
         ('{"text": "a"}\n[1]\n', "rows.jsonl:2: expected a JSON object, got a list"),
         ('{"words": "a", "n": 1}\n', "no usable column. Expected messages.*the rows have: words, n"),

@@ -256,6 +256,9 @@ def row_problem(
         learned: see `learned_answers`.
     """
     images = any(name in row for name in COLUMNS)
+    other = _other_form(row, form, text)
+    if other is not None:
+        return f"a row of the form {other!r}, in a file that is read as {form!r}: put each form into a separate file"
     if form == "input_ids":
         return _token_problem(row, vocabulary)
     if form == "prompt-completion":
@@ -281,6 +284,17 @@ def row_problem(
     chat = [{**message, "role": ROLES.get(message[names[0]], message[names[0]])} for message in row[form]]
     reason = no_answer(tidy({"messages": chat}, images=True)["messages"], NO_ANSWERS, last=learned == "last")
     return reason and f"column {form!r}: {reason}"
+
+
+def _other_form(row: dict, form: str, text: str) -> str | None:
+    """Return the form that a row has instead of its file's, of whose columns it fills none."""
+    columns = {
+        "prompt-completion": ("prompt", "completion"), "messages": ("messages",), "conversations": ("conversations",),
+        "alpaca": ALPACA, "text": (text,),
+    }  # fmt: skip
+    if form not in columns or any(row.get(column) is not None for column in columns[form]):
+        return None
+    return next((name for name, all_of in columns.items() if all(row.get(each) is not None for each in all_of)), None)
 
 
 def _alpaca_problem(row: dict) -> str | None:
