@@ -18,7 +18,7 @@ from liger_trainer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "distributed.md"
-BEGIN, END = "writes it -->\n", "<!-- end of the matrix -->"
+BEGIN, END = "<!-- matrix: tests/engines/test_distributed_page.py writes it -->\n", "<!-- end of the matrix -->"
 CASES = {
     *(("ddp", *split) for split in SPLITS),
     *test_trained_steps.STEPS,
