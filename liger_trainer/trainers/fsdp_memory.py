@@ -19,10 +19,9 @@ from ..compat.fsdp2 import WholeWeights
 from ..errors import ConfigError
 from ..patching.graphs.cuda_graphs import GraphedLayers, layers_of
 from ..patching.graphs.layer_graphs import NotCapturable
-from ..patching.graphs.recorder import free_memory
+from ..patching.graphs.recorder import free_memory, memory_of_graphs
 from .host import TrainerHost
 
-GIB = 1 << 30
 MANY = 1 << 60
 
 
@@ -100,9 +99,10 @@ class ShardedGraphs(TrainerCallback):
     def _memory(self, whole: WholeWeights, possible: bool) -> tuple[int, int]:
         """Return the bytes that are needed on this GPU, and how many the fullest lacks; MANY if one cannot record."""
         device = self._trainer.args.device
-        free, step = step_memory(device)
-        # graphs have their own memory for a step (CudaRecorder.has_room), and in it all gradients at once
-        needed = self._promised + whole.bytes + whole.gradient_bytes + int(1.3 * step) + 3 * GIB
+        free = free_memory(device)
+        assert free is not None
+        # in the memory of the graphs all gradients are there at once
+        needed = self._promised + whole.bytes + whole.gradient_bytes + memory_of_graphs(device)
         lacking = torch.tensor(needed - free if possible else MANY, device=device)
         distributed.all_reduce(lacking, distributed.ReduceOp.MAX)
         return needed, int(lacking)
@@ -115,12 +115,5 @@ class ShardedGraphs(TrainerCallback):
             whole.undo()
 
 
-def step_memory(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that are free, and those that steps so far have needed besides what is there between them."""
-    free = free_memory(device)
-    assert free is not None
-    return free, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-
-
 def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"
+    return f"{size / 2**30:.1f} GiB"

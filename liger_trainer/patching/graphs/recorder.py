@@ -46,6 +46,14 @@ def free_memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + held
 
 
+def memory_of_graphs(device: torch.device) -> int:
+    """Return the bytes that the graphs of a shape may take on a GPU, after steps without them."""
+    # these have needed `step` besides weights and optimizer; graphs took up to 1.3 times that, 3 GiB more where little
+    # was kept for backward
+    step = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    return int(1.3 * step) + (3 << 30)
+
+
 class CudaRecorder:
     """Records CUDA graphs on a separate stream, in one pool of memory."""
 
@@ -59,12 +67,9 @@ class CudaRecorder:
         self._replays_on: torch.cuda.Stream | None = None
 
     def has_room(self) -> bool:
-        # steps so far have needed `step` besides weights and optimizer; graphs took up to 1.3 times that, 3 GiB more
-        # where little was kept for backward
-        step = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
         free = free_memory(self._device)
         assert free is not None
-        return free > 1.3 * step + (3 << 30)
+        return free > memory_of_graphs(self._device)
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
