@@ -226,8 +226,14 @@ def form_of(have: Sequence[str], text: str, text_given: bool, prompts: bool) -> 
         text: the column of plain text; `text_given`: whether the configuration names it.
         prompts: whether rows may be prompts only.
     """
+    forms = _forms(text, text_given, prompts)
+    return next((entry for entry in forms if all(column in have for column in entry[1])), None)
+
+
+def _forms(text: str, text_given: bool, prompts: bool) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the forms with the columns that each needs, the first that fits first. See `form_of`."""
     alpaca = ("alpaca", ALPACA)
-    forms = (
+    return (
         ("input_ids", ("input_ids",)),
         ("prompt-completion", ("prompt", "completion")),
         ("messages", ("messages",)),
@@ -237,7 +243,6 @@ def form_of(have: Sequence[str], text: str, text_given: bool, prompts: bool) -> 
         alpaca,
         *([("prompt", ("prompt",))] if prompts else []),
     )
-    return next((entry for entry in forms if all(column in have for column in entry[1])), None)
 
 
 def learned_answers(config: "RunConfig") -> str | None:
@@ -255,10 +260,18 @@ def row_problem(
         vocabulary: how many tokens the model has, for rows that are tokenized already.
         learned: see `learned_answers`.
     """
+    problem = _problem(row, form, text, vocabulary, learned)
+    if problem is None:
+        return None
+    forms, filled = dict(_forms(text, False, True)), [name for name, value in row.items() if value is not None]
+    other = form_of(filled, text, False, True)
+    if other is None or set(filled) & set(forms[form]):
+        return problem
+    return f"a row of the form {other[0]!r}, in a file that is read as {form!r}: put each form into a separate file"
+
+
+def _problem(row: dict, form: str, text: str, vocabulary: int | None, learned: str | None) -> str | None:
     images = any(name in row for name in COLUMNS)
-    other = _other_form(row, form, text)
-    if other is not None:
-        return f"a row of the form {other!r}, in a file that is read as {form!r}: put each form into a separate file"
     if form == "input_ids":
         return _token_problem(row, vocabulary)
     if form == "prompt-completion":
@@ -284,17 +297,6 @@ def row_problem(
     chat = [{**message, "role": ROLES.get(message[names[0]], message[names[0]])} for message in row[form]]
     reason = no_answer(tidy({"messages": chat}, images=True)["messages"], NO_ANSWERS, last=learned == "last")
     return reason and f"column {form!r}: {reason}"
-
-
-def _other_form(row: dict, form: str, text: str) -> str | None:
-    """Return the form that a row has instead of its file's, of whose columns it fills none."""
-    columns = {
-        "prompt-completion": ("prompt", "completion"), "messages": ("messages",), "conversations": ("conversations",),
-        "alpaca": ALPACA, "text": (text,),
-    }  # fmt: skip
-    if form not in columns or any(row.get(column) is not None for column in columns[form]):
-        return None
-    return next((name for name, all_of in columns.items() if all(row.get(each) is not None for each in all_of)), None)
 
 
 def _alpaca_problem(row: dict) -> str | None:
