@@ -313,9 +313,7 @@ class Rollouts:
             token = draw_tokens(
                 logits, self._seed, step.row, step.count, temperature=self._temperature, banned=self._banned
             )
-        note_tokens(
-            token, self._drawn, step.slot, step.token, step.count, step.length, step.done, self._ends
-        )  # fmt: skip
+        note_tokens(token, self._drawn, step.slot, step.token, step.count, step.length, step.done, self._ends)
         step.done |= step.count >= self._most  # of this rollout; the launch knows the most of any
 
     def _one_token(self, step: Step) -> None:

@@ -44,6 +44,7 @@ def reduce_host_work(trainer: TrainerHost) -> Iterator[None]:
         ConfigError: cuda_graphs is "always", and something is against it.
     """
     replacements, graphed, sharded = Replacements(), {}, None
+    trainer.graph_reports = {}
     buckets = spare_copies_of_gradients(trainer, replacements)
     try:
         wanted = getattr(trainer.args, "cuda_graphs", AUTO)
@@ -66,7 +67,6 @@ def reduce_host_work(trainer: TrainerHost) -> Iterator[None]:
 
 def _graphed(trainer: TrainerHost, wanted: str, places: Callable[[], Places]) -> dict[str, GraphedLayers]:
     """Return, by the models' names, their layers in graphs."""
-    trainer.graph_reports = {}
     if wanted == NEVER or trainer.args.device.type != "cuda" and wanted == AUTO:
         return {}
     graphed: dict[str, GraphedLayers] = {}
@@ -95,7 +95,6 @@ def _sharded(trainer: TrainerHost, wanted: str) -> ShardedGraphs | None:
     """Return what records the layers of models that FSDP2 shards; None where it has none to record."""
     if not trainer.is_fsdp_enabled or wanted == NEVER or _why_no_graphs(trainer) is not None:
         return None
-    trainer.graph_reports = {}
     return ShardedGraphs(trainer, lambda: _models(trainer), always=wanted == ALWAYS)
 
 
