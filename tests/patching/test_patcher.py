@@ -82,6 +82,25 @@ def test_loss_and_gradients_are_the_plain_models(family):
     assert_same_outcome(step(model, batch), want, 1e-6)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "gemma2"])
+def test_thirty_two_steps_end_where_the_plain_models_end(family):
+    def trained(model) -> tuple[list[float], torch.Tensor]:
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+        for number in range(32):
+            loss = model(**masked_batch(seed=number)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+    plain, patched = tiny_model(family), tiny_model(family)
+    patch(patched)
+    (want, weights), (got, own_weights) = trained(plain), trained(patched)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
+    assert (own_weights - weights).norm() < 1e-5 * weights.norm()
+
+
 @pytest.mark.parametrize("option", sorted(vars(PatchOptions()).keys() - {"lora", "cross_entropy", "towers"}))
 def test_each_option_alone(option):
     """And all but that one."""

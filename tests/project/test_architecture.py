@@ -13,7 +13,7 @@ TRAINERS, TRAINER_LINES = {"liger_trainer/trainers/sft_trainer.py", "liger_train
 
 
 def test_folders_of_tests_mirror_the_packages():
-    other = {"kernels", "benchmarks", "project", "regressions", "engines", "support"}
+    other = {"kernels", "benchmarks", "project", "engines", "support"}
     folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("*.py"))} - {"__pycache__"}
     assert folders <= PACKAGES | other
     assert {"losses", "trainers", "kernels"} <= folders
