@@ -1,9 +1,6 @@
 """Distillation from a frozen teacher or from a cache of one: check, load, measure, train, save, measure again."""
 
-from functools import partial
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
 
 from liger_trainer.config.run_config import RunConfig
 from liger_trainer.patching.patcher import base_of
@@ -11,16 +8,7 @@ from liger_trainer.run.models import check_same_tokenizer, check_student, open_t
 from liger_trainer.run.recipe import load_trainer, prepare, train_and_save
 from liger_trainer.run.reports.tables import DISTILL_ROWS, OTHER_TOKENS_ROWS
 from liger_trainer.run.results import print_plan
-from liger_trainer.run.samples import (
-    ModelFacts,
-    Prompt,
-    Writing,
-    complete_by_each,
-    held_out_prompts,
-    in_other_tokens,
-    model_facts,
-    steady,
-)
+from liger_trainer.run.samples import complete_by_each, held_out_prompts, in_other_tokens, model_facts
 from liger_trainer.trainers.distill_trainer import LigerDistillTrainer
 
 
@@ -55,26 +43,8 @@ def main(config: RunConfig) -> Path:
             teacher_prompts = in_other_tokens(prompts, config, run.data, tokenizer)
         if trainer.teaching.draws_by is not None:  # a teacher whose images are others
             teacher_prompts = held_out_prompts(config, run.data, trainer.teaching.draws_by)
-        writing = Writing()
-        texts = complete_by_each(live, tokenizer, teacher_prompts, config["max_new_tokens"], writing)
+        texts = complete_by_each(live, tokenizer, teacher_prompts, config["max_new_tokens"])
         models = list(live.values())
         if len(models) == 1 and models[0] is not base_of(trainer.model):
-            teacher = partial(_facts, trainer, config, tokenizer, teacher_prompts, writing.tokens_per_second)
+            teacher = model_facts(models[0])
     return train_and_save(run, trainer, prompts, (*OTHER_TOKENS_ROWS, *DISTILL_ROWS), texts, teacher)
-
-
-def _facts(
-    trainer: LigerDistillTrainer,
-    config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[Prompt],
-    first_speed: float | None,
-) -> ModelFacts:
-    """Return the facts about the only teacher. It writes again, so that its speed and the student's are measured in the
-    same minute: what else the machine does changes both alike. A speed that is not about `first_speed` is left out."""
-    writing = Writing()
-    with trainer.teaching.live() as live:
-        (model,) = live.values()
-        if not config["teacher_offload"]:  # else the speed would be the copies'
-            complete_by_each(live, tokenizer, prompts, config["max_new_tokens"], writing)
-        return model_facts(model, steady(first_speed, writing.tokens_per_second))

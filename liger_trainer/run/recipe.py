@@ -5,7 +5,6 @@ import math
 import platform
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -39,7 +38,7 @@ from .results import (
     resume_hint,
     run_console,
 )
-from .samples import ModelFacts, Prompt, compare, measure, model_facts, steady
+from .samples import ModelFacts, Prompt, compare, measure, model_facts
 from .train_loop import Clock, check_checkpoint, train
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def train_and_save(
     prompts: list[Prompt],
     rows: tuple[MetricRow, ...],
     teacher_texts: list[str] | None = None,
-    teacher: Callable[[], ModelFacts] | None = None,
+    teacher: ModelFacts | None = None,
 ) -> Path:
     """Measure, train, save, measure again, and write the results; return the output directory.
 
@@ -125,8 +124,7 @@ def train_and_save(
     Args:
         rows: the metrics to print.
         teacher_texts: the teacher's completions of the prompts.
-        teacher: measures the facts about the teacher, if it is one model and not the student's own base; right after
-            the trained student's, so that their speeds compare.
+        teacher: the facts about the teacher, if it is one model and not the student's own base.
 
     Raises:
         Interrupted: training was stopped, and a checkpoint saved.
@@ -145,9 +143,6 @@ def train_and_save(
                 save_student(trainer, config, run.output_dir)
         with clock("measure_after"):
             after = measure_now()
-            # Right after the student: what else the machine does slows both alike.
-            of_teacher = teacher() if teacher else None
-        speed = steady(before.tokens_per_second, after.tokens_per_second)
         results = RunResults(
             recipe=config.recipe,
             config=config.source,
@@ -163,8 +158,8 @@ def train_and_save(
             seconds=clock.seconds,
             log_history=trainer.state.log_history,
             models={
-                "student": model_facts(trainer.accelerator.unwrap_model(trainer.model), speed),
-                **({"teacher": of_teacher} if of_teacher else {}),
+                "student": model_facts(trainer.accelerator.unwrap_model(trainer.model)),
+                **({"teacher": teacher} if teacher else {}),
             },
         )
         with writing_to(run.output_dir, resume_hint(run.output_dir)):

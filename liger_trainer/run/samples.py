@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,8 +28,6 @@ from .reports.tables import MetricRow
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
-FEWEST_TOKENS = 32  # for a speed of generation
-STEADY = 1.2  # how many times as fast a model may write at another time
 TEXT_PROMPT_TOKENS = 32  # a row of plain text or token ids has no prompt, so its start is taken
 
 
@@ -62,46 +59,22 @@ class Measurement:
 
     metrics: dict[str, float]
     texts: list[str]
-    tokens_per_second: float | None = None  # of the completions
-
-
-@dataclass
-class Writing:
-    """How fast a model writes. The first prompt does not count: kernels are compiled in it."""
-
-    completions: list[tuple[int, float]] = field(default_factory=list)  # tokens and seconds of each
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """None where fewer than `FEWEST_TOKENS` were written."""
-        # Without the first, in which kernels are compiled.
-        tokens = sum(count for count, _ in self.completions[1:])
-        seconds = sum(seconds for _, seconds in self.completions[1:])
-        return round(tokens / seconds, 2) if tokens >= FEWEST_TOKENS else None
-
-
-def steady(*speeds: float | None) -> float | None:
-    """Return the last of one model's speeds, measured at different times; None where they differ by more than `STEADY`,
-    since what else the machine did then counts for more than the model."""
-    known = [speed for speed in speeds if speed]
-    return known[-1] if known and max(known) <= STEADY * min(known) else None
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model of a run: how many parameters it has, in which dtype, and how fast it writes, where that was measured."""
+    """A model of a run: how many parameters it has, and in which dtype."""
 
     parameters: int
     dtype: str
-    tokens_per_second: float | None
 
 
-def model_facts(model: Any, tokens_per_second: float | None) -> ModelFacts:
+def model_facts(model: Any) -> ModelFacts:
     """Return the facts about a model of transformers or PEFT; weights in 4 bits count as they do unpacked."""
     # num_parameters counts what is there: under ZeRO-3 nothing, but it knows the size of packed 4-bit weights.
     partitioned = any(map(is_partitioned, model.parameters()))
     count = sum(shape_of(p).numel() for p in model.parameters()) if partitioned else model.num_parameters()
-    return ModelFacts(count, str(model.dtype).removeprefix("torch."), tokens_per_second)
+    return ModelFacts(count, str(model.dtype).removeprefix("torch."))
 
 
 def measure(trainer: Trainer, prompts: Sequence[Prompt], max_new_tokens: int) -> Measurement:
@@ -109,9 +82,7 @@ def measure(trainer: Trainer, prompts: Sequence[Prompt], max_new_tokens: int) ->
     metrics = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    writing = Writing()
-    texts = complete(trainer.model, tokenizer, prompts, max_new_tokens, writing)
-    return Measurement(metrics, texts, writing.tokens_per_second)
+    return Measurement(metrics, complete(trainer.model, tokenizer, prompts, max_new_tokens))
 
 
 def compare(
@@ -218,13 +189,11 @@ def complete(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     max_new_tokens: int,
-    writing: Writing | None = None,
 ) -> list[str]:
     """Return greedy completions, made one prompt at a time, so that nothing is padded.
 
     Args:
         model: a transformers or PEFT model; it is left in the mode it was in.
-        writing: takes the tokens and the seconds of each completion.
     """
     # It may name several tokens, such as the end of a turn and of a text; a tokenizer knows one.
     stop = model.generation_config.eos_token_id if model.generation_config else None
@@ -246,10 +215,7 @@ def complete(
             tokens = tokens[-max(1, positions - max_new_tokens) :]
             most = min(max_new_tokens, positions - len(tokens))
         images = {name: value.to(device) for name, value in prompt.images.items()}
-        began = time.perf_counter()
         (answer,) = decoder.complete(model, [tokens], settings, seed=0, most_tokens=most, **images)
-        if writing is not None:
-            writing.completions.append((len(answer), time.perf_counter() - began))
         texts.append(_decode(tokenizer, answer))
     return texts
 
@@ -259,17 +225,13 @@ def complete_by_each(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     max_new_tokens: int,
-    writing: Writing | None = None,
 ) -> list[str] | None:
     """Return the completion of each prompt. Of several models, each has a line that begins with its name.
-
-    Args:
-        writing: as for `complete`.
 
     Returns:
         None without a model.
     """
-    texts = [complete(model, tokenizer, prompts, max_new_tokens, writing) for model in models.values()]
+    texts = [complete(model, tokenizer, prompts, max_new_tokens) for model in models.values()]
     if len(texts) < 2:
         return texts[0] if texts else None
     return [

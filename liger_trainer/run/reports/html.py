@@ -11,7 +11,7 @@ from typing import Any
 from ... import __version__
 from ...common.files import refuse_links, write_atomically
 from ...secrets import redact
-from .drawing import SERIES, Drawing, axes_of, draw, points, reading
+from .drawing import SERIES, Drawing, draw, points, reading
 from .tables import (
     DISTILL_ROWS,
     OTHER_TOKENS_ROWS,
@@ -68,7 +68,7 @@ def verdict(
 
     Args:
         before, after: held-out metrics by their names without `eval_`.
-        models: `student` and `teacher` with `parameters`, `dtype` and `tokens_per_second`, as far as they are there.
+        models: `student` and `teacher` with `parameters`, as far as they are there.
     """
     rows = (*OTHER_TOKENS_ROWS, *DISTILL_ROWS) if recipe == "distill" else SFT_ROWS
     judged = [row for row in rows if row.better and row.metric in before and row.metric in after]
@@ -101,7 +101,7 @@ def _move(row: MetricRow, old: float, new: float) -> str:
 
 
 def beside_teacher(models: Mapping[str, Mapping[str, Any]]) -> str:
-    """Compare sizes and, where both computed in the same dtype, the speed of generation; nothing without a teacher."""
+    """Compare the sizes of student and teacher; nothing without a teacher."""
     student, teacher = models.get("student"), models.get("teacher")
     if not student or not teacher:
         return ""
@@ -111,9 +111,6 @@ def beside_teacher(models: Mapping[str, Mapping[str, Any]]) -> str:
     text = f" It has {small / large:.0%} of its teacher's parameters ({parameters(small)} of {parameters(large)})"
     if small == large:
         text = " It is as large as its teacher"
-    fast, slow = student.get("tokens_per_second"), teacher.get("tokens_per_second")
-    if fast and slow and student.get("dtype") == teacher.get("dtype"):
-        text += f" and writes {fast:,.0f} tokens/s where its teacher writes {slow:,.0f} ({fast / slow:.1f} times)"
     return f"{text}."
 
 
@@ -184,7 +181,6 @@ def render(runs: Sequence[RunRecord], drawings: Sequence[Drawing]) -> str:
         verdict=judged,
         cards=list(_cards(runs[0])) if len(runs) == 1 else [],
         figures=drawings,
-        axes=axes_of(runs),
         samples=samples,
         sections=list(_sections(runs, labels, drawings, bool(samples))),
         footer=f"{WRITTEN_BY} {__version__} from " + ", ".join(str(run.path) for run in runs),

@@ -75,7 +75,7 @@ class RunRecord(_Record):
     training: dict[str, Any] = {}
     seconds: dict[str, float] = {}
     patched: dict[str, Patch] = {}
-    models: dict[str, dict[str, Any]] = {}  # student and teacher: parameters, dtype, tokens_per_second
+    models: dict[str, dict[str, Any]] = {}  # student and teacher: parameters, dtype
     versions: dict[str, str] = {}
     environment: dict[str, Any] = {}
     finished_at: str | None = None
