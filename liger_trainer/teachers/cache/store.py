@@ -6,8 +6,6 @@
 
 Rows are sorted by key over all shards, so bisection finds a row. The index is rewritten after every shard, and its
 last version says that the cache is finished. Every file is written atomically, so a killed capture leaves whole files.
-While a capture works on a shard, it writes what it has of it to shard-00000-part-00000.safetensors and so on, of the
-same form, which it removes when the shard is whole.
 """
 
 import json
@@ -22,7 +20,7 @@ import torch
 from datasets import Dataset
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
 from ...common.files import sha256, write_atomically
@@ -112,7 +110,7 @@ class TeacherName(_Part):
 
 
 class Shard(_Part):
-    name: Annotated[str, StringConstraints(pattern=r"^shard-\d{5,}(-part-\d{5,})?\.safetensors$")]
+    name: Annotated[str, StringConstraints(pattern=r"^shard-\d{5,}\.safetensors$")]
     """of a file in the cache's folder, and nowhere else"""
     rows: int
     tokens: int
@@ -139,15 +137,13 @@ class CacheIndex(_Part):
     rows: int
     tokens: int
     shards: tuple[Shard, ...]
-    parts: tuple[Shard, ...] = ()
-    """what an unfinished capture has of the next shard"""
     head: HeadFile | None = None
     """of hidden states, once it is written"""
 
     @property
     def tokens_read(self) -> int:
         """Return how many tokens are written down."""
-        return sum(shard.tokens for shard in (*self.shards, *self.parts))
+        return sum(shard.tokens for shard in self.shards)
 
     def differences(self, other: "CacheIndex") -> list[str]:
         """Return why `other` cannot go on where this one ended: "settings.entries: 64 there, 32 now"."""
@@ -192,7 +188,7 @@ def read_index(path: Path) -> CacheIndex:
 
 def write_index(path: Path, index: CacheIndex) -> None:
     # Keys that older versions did not know are left out where they say nothing, so that these read caches of today.
-    absent: dict[str, Any] = {name: True for name in ("parts", "head") if not getattr(index, name)}
+    absent: dict[str, Any] = {} if index.head else {"head": True}
     if isinstance(index.settings, CacheSettings) and not index.settings.unknown:
         absent["settings"] = {"unknown"}
     content = index.model_dump(mode="json", exclude=absent)
@@ -404,7 +400,7 @@ def check_shards(path: Path, index: CacheIndex, contents: bool) -> Iterator[Shar
     Raises:
         CorruptError: at the first one that is missing or damaged.
     """
-    for file in (*(() if index.head is None else (index.head,)), *index.shards, *index.parts):
+    for file in (*(() if index.head is None else (index.head,)), *index.shards):
         _check_file(path, file, contents)
         yield file
 
@@ -437,11 +433,3 @@ def pack_shard(keys: list[bytes], records: list[Tensor]) -> bytes:
     }
     # One entry only: safetensors writes several in any order, and the same rows must give the same bytes.
     return save(tensors, metadata={"format": f"liger-trainer teacher cache {VERSION}"})
-
-
-def unpack_shard(file: Path) -> dict[bytes, Tensor]:
-    """Return the records of each row in a shard file, by the row's key."""
-    tensors = load_file(file)
-    ends = tensors["offsets"].tolist()
-    keys = [row.tobytes() for row in tensors["keys"].numpy()]
-    return {key: tensors["records"][start:end] for key, start, end in zip(keys, ends[:-1], ends[1:], strict=True)}
