@@ -2,19 +2,15 @@
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError, StorageError
 
@@ -164,43 +160,23 @@ def free_space(path: Path) -> str:
         return f"The free space in {nearest} cannot be read ({error.strerror})"
 
 
-# One run per folder: a lock that names its holder, and that nobody has to remove by hand after a crash.
-#
-# The file system's own lock (`flock`) decides where it has one: it ends with the process, however that ends. Some file
-# systems have none, and some keep it to one host. There we look whether the process that the file names is running, or,
-# if it is on another host, whether the file's time moves, which the holder renews.
+# One run per folder: the file system's own lock (`flock`), which ends with its process, however that ends. The file
+# names its holder.
 try:
     import fcntl
-except ImportError:  # Windows: a holder on the same host is not seen
+except ImportError:  # Windows
     fcntl = None
 
 LOCK = ".liger-trainer.lock"
-BEAT, WATCH = 10.0, 60.0  # seconds: how often the holder renews the file's time; how long another host waits for that
 _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-
-
-@dataclass(frozen=True)
-class Holder:
-    """The process that a lock belongs to. `started` tells it from a later one of the same number."""
-
-    host: str
-    pid: int
-    started: str
-    since: str
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, since {self.since}"
-
-
 _HELD: dict[Path, int] = {}  # the open files of the locks of this process
 
 
 @contextmanager
-def folder_lock(folder: Path, note: Callable[[str], Any]) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which is made if it is not there. A process may hold it several times.
 
-    Args:
-        note: gets a sentence about a lock whose process is gone.
+    Where the file system has no locks, a warning says that another run in the folder would not be noticed.
 
     Raises:
         ConfigError: another process holds it, which is named; or a link in the folder leads out of it.
@@ -212,13 +188,10 @@ def folder_lock(folder: Path, note: Callable[[str], Any]) -> Iterator[None]:
     refuse_links(folder)
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    file, over = _take(folder, note), threading.Event()
-    _HELD[folder] = file
-    threading.Thread(target=_beat, args=(file, over), daemon=True).start()
+    file = _HELD[folder] = _take(folder)
     try:
         yield
     finally:
-        over.set()
         del _HELD[folder]
         with suppress(OSError):  # Windows removes no open file
             (folder / LOCK).unlink()  # while it is locked: whoever waits for this file sees that it is gone
@@ -229,7 +202,7 @@ def folder_lock(folder: Path, note: Callable[[str], Any]) -> Iterator[None]:
 
 
 def refuse_if_held(folder: Path) -> None:
-    """Raise ConfigError where another process of this host holds the lock of a folder; take nothing."""
+    """Raise ConfigError where another process holds the lock of a folder; take nothing."""
     folder = folder.expanduser().resolve()
     try:
         file = os.open(folder / LOCK, os.O_RDWR)
@@ -237,24 +210,25 @@ def refuse_if_held(folder: Path) -> None:
         return
     try:
         if folder not in _HELD:
-            _refuse_if_running(folder, file)
+            _lock(folder, file)
     finally:
         os.close(file)
 
 
-def _take(folder: Path, note: Callable[[str], Any]) -> int:
+def _take(folder: Path) -> int:
     """Return the open, locked file."""
     path = folder / LOCK
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            gone = _refuse_if_running(folder, file)
-            if gone is not None and gone.host != socket.gethostname():
-                _refuse_if_beating(folder, gone, note)
+            if not _lock(folder, file):
+                warnings.warn(
+                    f"The file system of {folder} has no locks: a second run in it would not be noticed.", stacklevel=2
+                )
             if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
-                _write(file)
-                if gone is not None:
-                    note(f"{folder} was locked by {gone}, which is gone; its lock is taken over.")
+                now = datetime.now().astimezone().isoformat(timespec="seconds")
+                os.ftruncate(file, 0)
+                os.write(file, f"process {os.getpid()} on {socket.gethostname()}, since {now}".encode())
                 return file
         except BaseException:
             os.close(file)
@@ -262,90 +236,23 @@ def _take(folder: Path, note: Callable[[str], Any]) -> int:
         os.close(file)  # its holder released it in between
 
 
-def _refuse_if_running(folder: Path, file: int) -> Holder | None:
-    """Lock the file and return the holder that it names, if any.
-
-    Raises:
-        ConfigError: that one is running here, or anywhere where the file system's lock holds.
-    """
-    by_system = _flock(folder, file)
-    holder = _read(file)
-    here = holder is not None and holder.host == socket.gethostname()
-    if holder is not None and here and not by_system and holder.started == _started(holder.pid) != "":
-        raise _refusal(folder, holder)
-    return holder
-
-
-def _flock(folder: Path, file: int) -> bool:
+def _lock(folder: Path, file: int) -> bool:
     """Take the file system's own lock; return False where it has none."""
     if fcntl is None:
         return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _refusal(folder, _read(file)) from None
+        holder = os.read(file, 4096).decode(errors="replace") or "a process that has just started"
+        raise ConfigError(
+            f"{folder} is in use by {holder}. Two runs in one folder would remove each other's checkpoints. Wait for "
+            "that one, stop it, or choose another output_dir."
+        ) from None
     except OSError as error:
         if error.errno not in _NO_FLOCK:
             raise
         return False
     return True
-
-
-def _refuse_if_beating(folder: Path, holder: Holder, note: Callable[[str], Any]) -> None:
-    """Watch the file's time, which a living holder on another host moves: no two clocks have to agree."""
-    note(f"{folder} is locked by {holder}; waiting up to {WATCH:.0f} s for a sign of it.")
-    first, end = _time_of(folder), time.monotonic() + WATCH
-    while time.monotonic() < end:
-        time.sleep(BEAT / 10)
-        if _time_of(folder) != first:
-            raise _refusal(folder, holder)
-
-
-def _time_of(folder: Path) -> int:
-    """Return the time of the file."""
-    try:  # opened again each time: a network file system then asks its server
-        with (folder / LOCK).open("rb") as file:
-            return os.fstat(file.fileno()).st_mtime_ns
-    except FileNotFoundError:
-        return 0
-
-
-def _refusal(folder: Path, holder: Holder | None) -> ConfigError:
-    return ConfigError(
-        f"{folder} is in use by {holder or 'a process that has just started'}. Two runs in one folder would remove "
-        "each other's checkpoints. Wait for that one, stop it, or choose another output_dir."
-    )
-
-
-def _started(pid: int) -> str:
-    """Return when a process of this host was started, in its system's ticks; empty if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
-def _read(file: int) -> Holder | None:
-    try:
-        os.lseek(file, 0, os.SEEK_SET)
-        return Holder(**json.loads(os.read(file, 4096)))
-    except (ValueError, TypeError):  # empty: not written yet
-        return None
-
-
-def _write(file: int) -> None:
-    now = datetime.now().astimezone().isoformat(timespec="seconds")
-    holder = Holder(socket.gethostname(), os.getpid(), _started(os.getpid()), now)
-    os.ftruncate(file, 0)
-    os.lseek(file, 0, os.SEEK_SET)
-    os.write(file, json.dumps(asdict(holder)).encode())
-    os.fsync(file)
-
-
-def _beat(file: int, over: threading.Event) -> None:
-    while not over.wait(BEAT):
-        with suppress(OSError):  # the file system may come back
-            os.utime(file)
 
 
 def _forget() -> None:

@@ -88,7 +88,7 @@ class CheckpointGuard:
         with ExitStack() as stack:
 
             def begin() -> None:
-                stack.enter_context(folder_lock(folder, warnings.warn))
+                stack.enter_context(folder_lock(folder))
                 clear_staging(folder)
 
             self._on_first_rank(begin)

@@ -65,7 +65,7 @@ def test_a_link_is_replaced_and_what_it_leads_to_is_untouched(tmp_path, link):
 
 
 def locked(folder):
-    with folder_lock(folder, print):
+    with folder_lock(folder):
         pass
 
 
