@@ -5,7 +5,6 @@ when the next step is done, so the host never waits for the step at hand. They a
 for the device anyway, to log, to evaluate or to save: no checkpoint is written from a state that nobody has looked at.
 """
 
-import statistics
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,12 +26,6 @@ from .options import SKIP, STOP, check_policy, updating_in_backward
 MOST_IN_A_ROW = 10  # steps that `skip_step` leaves out before it stops, too
 STEPS_BEHIND = 1  # so many steps' numbers may be on their way to the host: it reads them one step late, without waiting
 
-# of spikes of the loss
-WINDOW, LEAST = 100, 20  # steps that a loss is compared with, and how many of them there must be
-LIMIT = 8.0  # a z-score beyond it is a spike
-TO_DEVIATION = 1.4826  # of a normal distribution: its standard deviation over its median absolute deviation
-LEAST_SPREAD = 0.02  # of the median: losses that barely move are not spikes of one another
-
 
 @dataclass
 class _Step:
@@ -51,7 +44,7 @@ class _Step:
 
 
 class FiniteGuard(TrainerCallback):
-    """Stops a training at numbers that are not finite, or leaves out such steps; warns of spikes of the loss.
+    """Stops a training at numbers that are not finite, or leaves out such steps.
 
     A trainer tells it each micro-batch (`record_teacher`, `record_loss`) and gradient norm (`record_norm`). The rest it
     learns as a callback. The update of a step that is not finite is dropped on the device by optimizers that can, as
@@ -80,7 +73,7 @@ class FiniteGuard(TrainerCallback):
     def _begin(self) -> None:
         self._numbers = StepNumbers()
         self._pending: deque[_Step] = deque()
-        self._spikes, self._in_a_row = LossSpikes(), 0
+        self._in_a_row = 0
         self._report: FiniteReport | None = None  # in training
         self._checked: tuple[int, bool] | None = None  # the step whose weights were checked, and whether moments were
         self._unseen: Path | None = None  # a checkpoint that was saved before the state was checked
@@ -200,7 +193,7 @@ class FiniteGuard(TrainerCallback):
         wrong = [name for name, values in kinds.items() if not bool(torch.isfinite(values).all())]
         if not wrong:
             self._in_a_row = 0
-            return self._look_for_spike(step, losses)
+            return
         bad = ~(torch.isfinite(losses) & torch.isfinite(teacher))
         bad = bad if bool(bad.any()) else torch.ones_like(bad)  # a norm is of all micro-batches
         rows = self._in_training().rows(step.batches, bad)
@@ -213,17 +206,6 @@ class FiniteGuard(TrainerCallback):
             self._stop(where, wrong, step.number, rows)
         self.skipped += 1
         warn(f"{where} {subject_and_verb(wrong)} not finite. The step is left out, {self.skipped} in all. {rows}")
-
-    def _look_for_spike(self, step: _Step, losses: Tensor) -> None:
-        """Warn of a loss far above those before, with the rows of the micro-batch that has the most of it."""
-        loss = losses.sum(1).mean().item()
-        spike = self._spikes.add(loss)
-        if spike is not None:
-            rows = self._in_training().rows(step.batches, losses == losses.max())
-            warn(
-                f"In step {step.number} the loss is {loss:.4g}, far above the {spike[1]:.4g} of the steps before "
-                f"(robust z-score {spike[0]:.0f}). {rows}"
-            )
 
     def _stop(self, where: str, wrong: list[str], step: int, rows: str = "") -> NoReturn:
         left_out = self._in_a_row if self._in_a_row >= MOST_IN_A_ROW else 0
@@ -274,22 +256,3 @@ class StepNumbers:
         padded = [(values + [zero] * count)[:count] for values in (self.losses, self.teacher)]
         numbers = [*padded[0], *padded[1], zero if norm is None else norm.detach()]
         return torch.stack([number.to(device, torch.float32, non_blocking=True) for number in numbers])
-
-
-class LossSpikes:
-    """The losses of the latest steps, and which are far above them."""
-
-    def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=WINDOW)
-
-    def add(self, loss: float) -> tuple[float, float] | None:
-        """Add the finite loss of a step. Return its z-score and the median of the steps before, if it is a spike."""
-        before = list(self._losses)
-        self._losses.append(loss)
-        if len(before) < LEAST:
-            return None
-        # Median and median absolute deviation are hardly moved by the spikes themselves.
-        median = statistics.median(before)
-        spread = TO_DEVIATION * statistics.median(abs(x - median) for x in before)
-        score = (loss - median) / max(spread, LEAST_SPREAD * abs(median), 1e-6)
-        return (score, median) if score > LIMIT else None

@@ -4,7 +4,6 @@ import json
 import math
 import re
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from trl import SFTTrainer
 from liger_trainer import DistillationCallback
 from liger_trainer.common.checkpoints import checkpoints_in
 from liger_trainer.errors import ConfigError, NonFiniteError
-from liger_trainer.trainers.finite_guard import MOST_IN_A_ROW, LossSpikes
+from liger_trainer.trainers.finite_guard import MOST_IN_A_ROW
 from liger_trainer.trainers.finite_report import is_finite
 
 RUN: dict[str, Any] = {
@@ -234,21 +233,6 @@ def test_an_infinite_gradient_under_a_scaler_is_no_error(monkeypatch):
     Plant(broken, "loss", 1)
     assert trained(overflown).state.global_step == 1
     assert stopped(broken).startswith("In step 1 the loss")
-
-
-def test_a_spike_of_the_loss_is_told_with_its_rows():
-    trainer = sft(max_steps=30, learning_rate=0.0, lr_scheduler_type="constant", save_strategy="no")
-    multiply_loss(trainer, lambda: 100.0 if trainer.state.global_step == 25 else 1.0)
-    with pytest.warns(UserWarning, match=r"In step 26 the loss is .*robust z-score \d+\)\. Rows of .*: \d+, "):
-        trainer.train()
-
-
-def test_noise_is_no_spike():
-    spikes, random = LossSpikes(), Random(0)
-    assert not any(spikes.add(random.gauss(2.0, 0.1)) for _ in range(2000))
-    assert not any(LossSpikes().add(loss) for loss in [2.0] * 30 + [2.1])
-    score, median = spikes.add(4.0) or (0, 0)
-    assert score > 15 and median == pytest.approx(2.0, abs=0.05)
 
 
 class Reads(TorchDispatchMode):
