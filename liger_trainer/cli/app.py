@@ -25,7 +25,7 @@ from . import (
     report,
     run,
 )
-from ._shared import OVERRIDES, SettingsCommand
+from ._shared import OVERRIDES
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
@@ -57,13 +57,13 @@ app.command("ls")(configs.ls)
 app.command("cat")(configs.cat)
 app.command("cp")(configs.cp)
 app.command("new")(configs.new)
-app.command("validate", cls=SettingsCommand, context_settings=OVERRIDES)(check.validate)
-app.command("config", cls=SettingsCommand, context_settings=OVERRIDES)(check.config)
-app.command("preview", cls=SettingsCommand, context_settings=OVERRIDES)(check.preview)
-app.command("run", cls=SettingsCommand, context_settings=OVERRIDES)(run.run)
-app.command("resume", cls=SettingsCommand, context_settings=OVERRIDES)(run.resume)
-app.command("estimate", cls=SettingsCommand, context_settings=OVERRIDES)(estimate.estimate)
-app.command("init-student", cls=SettingsCommand, context_settings=OVERRIDES)(init_student.init_student)
+app.command("validate", context_settings=OVERRIDES)(check.validate)
+app.command("config", context_settings=OVERRIDES)(check.config)
+app.command("preview", context_settings=OVERRIDES)(check.preview)
+app.command("run", context_settings=OVERRIDES)(run.run)
+app.command("resume", context_settings=OVERRIDES)(run.resume)
+app.command("estimate", context_settings=OVERRIDES)(estimate.estimate)
+app.command("init-student", context_settings=OVERRIDES)(init_student.init_student)
 app.command("generate", context_settings=OVERRIDES)(generate.generate)
 app.command("eval", context_settings=OVERRIDES)(evaluate.evaluate)
 app.command("report")(report.report)

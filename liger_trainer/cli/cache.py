@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from ..common.console import is_main_process
 from ..errors import ConfigError
-from ._shared import OVERRIDES, AsJson, Config, Overrides, SettingsCommand, checked, out_of_memory
+from ._shared import OVERRIDES, AsJson, Config, Overrides, checked, out_of_memory
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -51,7 +51,7 @@ app = typer.Typer(
 CacheDir = Annotated[Path, typer.Argument(metavar="DIR", help="A teacher_cache_dir.", show_default=False)]
 
 
-@app.command(cls=SettingsCommand, context_settings=OVERRIDES)
+@app.command(context_settings=OVERRIDES)
 def capture(context: typer.Context, config: Config, overrides: Overrides = None) -> None:
     """Capture the teacher of CONFIG into teacher_cache_dir, or continue a capture that was interrupted.
 
@@ -75,7 +75,7 @@ def capture(context: typer.Context, config: Config, overrides: Overrides = None)
         _print(Path(settings["teacher_cache_dir"]).expanduser(), index)
 
 
-@app.command("import", cls=SettingsCommand, context_settings=OVERRIDES)
+@app.command("import", context_settings=OVERRIDES)
 def import_(
     config: Config,
     records: Annotated[
