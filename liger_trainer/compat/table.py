@@ -231,8 +231,4 @@ NAMES = (
     Name("deepspeed.utils.z3_leaf_module", "_z3_leaf", "decoder layers are gathered as one"),
     Name("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3._global_grad_norm",
          "the norm of each step's gradients is watched"),
-    Name("deepspeed.runtime.zero.stage3",
-         "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
-         "gradients of rows' slices are averaged over all ranks"),
-    Name("deepspeed.utils.groups", "_get_sequence_parallel_group", "the ranks that share a teacher's rows", ()),
 )  # fmt: skip

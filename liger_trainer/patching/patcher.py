@@ -118,14 +118,13 @@ class Patched:
         assert self.fused is not None
         return self.fused
 
-    def pack_attention(self, sliced: bool = False) -> None:
+    def pack_attention(self) -> None:
         """Compute attention over packed rows by lengths, without a mask, where the model runs sdpa or eager attention.
 
-        The report says whether it does. Once is enough; `unpack_attention` takes it off. `sliced`: of the rows, each
-        rank has a slice.
+        The report says whether it does. Once is enough; `unpack_attention` takes it off.
         """
         if not self.packs_attention:
-            pack_attention(self.model, self._packed, self.report, sliced)
+            pack_attention(self.model, self._packed, self.report)
 
     @property
     def packs_attention(self) -> bool:
