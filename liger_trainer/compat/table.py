@@ -102,10 +102,6 @@ NAMES = (
     Name(_TRAINER, "Trainer.get_batch_samples", "completions are sampled before the tokens of a step are counted",
          ("epoch_iterator", "num_batches", "device")),
     Name("trl.trainer.sft_config", "SFTConfig._VALID_DICT_FIELDS", "fields that may be JSON on a command line"),
-    # rows of which several processes have slices
-    Name(_TRAINER, "Trainer._get_num_items_in_batch", "the tokens of a step are those of all slices",
-         ("batch_samples", "device")),
-    Name(_TRAINER, "Trainer.model_accepts_loss_kwargs", "the loss is divided by these tokens, not by micro-batches"),
     # the order of training rows
     Name(_TRAINER, "Trainer._get_train_sampler", "rows grouped by length get an order that seed and epoch decide",
          ("train_dataset",)),
