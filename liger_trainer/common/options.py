@@ -170,7 +170,6 @@ HTTP: Rule = {
     "pattern": r"^https?://([^\s/@]+@)?(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(:\d{1,5})?([/?#]\S*)?$",
     "patternErrorMessage": "an address such as http://localhost:8000/v1",
 }
-HTTP_SERVERS: Rule = {**HTTP, "items": {"type": "string", **HTTP}}  # one address, or a list of them
 
 
 @dataclass(frozen=True)
