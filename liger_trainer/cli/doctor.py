@@ -36,36 +36,21 @@ def doctor(
     every: Annotated[
         bool, typer.Option("--all", help="Every class with a causal-LM head of the installed transformers.")
     ] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown; of --all it is docs/models.md.")] = False,
 ) -> None:
     """Print what patch would swap in a model and what it would leave alone. Loads no weights and needs no GPU."""
     if (model is None) == (not every):
         raise ConfigError("doctor takes a model or --all: liger-trainer doctor llama, liger-trainer doctor --all.")
     # transformers warns of nearly every default configuration.
     _silence()
-    from ..tools.doctor import (
-        config_of,
-        diagnose,
-        diagnose_all,
-        document,
-        family_of,
-        markdown_of_missed,
-        markdown_report,
-        not_recognised,
-    )
+    from ..tools.doctor import config_of, diagnose, diagnose_all, family_of, not_recognised
 
     if model is not None:
         config = config_of(model)
-        report = diagnose(config)
-        typer.echo(markdown_report(report), nl=False) if markdown else _print(report, family_of(config))
-    elif markdown:
-        typer.echo(document(diagnose_all()), nl=False)
+        _print(diagnose(config), family_of(config))
     else:
         _print_all(diagnose_all())
     missed = not_recognised()
-    if markdown:
-        typer.echo(markdown_of_missed(missed), nl=False)
-    elif missed:
+    if missed:
         _print_missed(missed)
 
 

@@ -138,5 +138,3 @@ def test_doctor_tells_what_is_not_recognised(nothing_missed, monkeypatch, capsys
     monkeypatch.setattr(recognitions, "RECOGNITIONS", (changed,))
     code, out, _ = call(capsys, *arguments)
     assert code == 0 and "TRL has changed" in out and "adapters on lm_head are refused" in out
-    code, out, _ = call(capsys, *arguments, "--markdown")
-    assert code == 0 and "| TRL has changed | " in out

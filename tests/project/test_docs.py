@@ -215,7 +215,6 @@ SEVERAL_GPUS = "several GPUs; tests/benchmarks/test_many_gpus.py runs some of it
 PARSED = {
     "liger-trainer schema --write": "writes into the package; tests/project/test_walkthroughs.py runs it in a copy",
     "liger-trainer doctor --all": "minutes; tests/tools/test_doctor.py holds docs/models.md to it",
-    "liger-trainer doctor --all --markdown": "minutes; tests/tools/test_doctor.py holds docs/models.md to it",
     "liger-trainer run smollm2/distill_layerdrop '~keep_every_nth_layer' qat=int4 learning_rate=5e-5": (
         "needs torchao; tests/extras/test_qat.py trains by it where it is installed"
     ),
