@@ -1,34 +1,52 @@
-"""Tiny runs of the command line, forked from this process, which has imported everything."""
+"""Kills runs of tiny models at random moments, and resumes them: do they end as the run that nobody disturbed?
 
+    python -m benchmarks.kills                          # every kind of run, 50 moments each
+    python -m benchmarks.kills --kinds sft --moments 6  # one kind, few moments
+
+Half of the moments are times, spread evenly over the run from the moment that it has its `config.yaml` to its end; half
+are calls that make something durable. Three in ten runs are killed again while they are resumed. The weights must be
+the same bit for bit. All runs are forked from one process that has imported everything, so that each takes a second or
+two on one core. Damaged checkpoints, NaN, full disks and signals, whose ends are not random, are in tests.
+"""
+
+import argparse
 import contextlib
 import json
 import mmap
 import os
+import random
 import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+# Hugging Face's libraries read these when they are imported; a process that has seen a GPU cannot fork.
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+os.environ.update(CUDA_VISIBLE_DEVICES="", TRL_EXPERIMENTAL_SILENCE="1")
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))  # the tests' models and rows
 
 import datasets
 import torch
 from commands import save_models, write_rows
 from transformers.utils import logging
 
-from liger_trainer.cli.app import main
+from benchmarks.report import join_versions, provenance, table, write
+from liger_trainer.cli.app import main as command_line
 from liger_trainer.common.files import CONFIG, METRICS, sha256
 from liger_trainer.errors import LigerTrainerError
 from liger_trainer.recipes import distill, sft
 from liger_trainer.run import recipe
 
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "liger-trainer")
 RECIPES = (distill, sft)  # imported now, for every run
 STEPS, ROWS = 12, 40
-Command = Sequence[str] | Callable[[], object]
 SETTINGS = {
     "model_name_or_path": "student", "dataset_name": "rows.jsonl", "max_steps": STEPS, "save_strategy": "steps",
     "save_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2, "learning_rate": 1e-2,
@@ -52,10 +70,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], int]] = {  # title, settings, proces
 
 
 class Run:
-    """A command that was started: its processes, and what it has printed."""
+    """A command that was started: its processes."""
 
-    def __init__(self, pids: list[int], log: Path):
-        self.pids, self.log = pids, log
+    def __init__(self, pids: list[int]):
+        self.pids = pids
         self.code: int | None = None  # of the first process
 
     def kill(self) -> None:
@@ -74,10 +92,6 @@ class Run:
                 self.kill()
         self.code = codes[self.pids[0]]
 
-    @property
-    def printed(self) -> str:
-        return self.log.read_text(errors="replace") if self.log.is_file() else ""
-
 
 @dataclass(frozen=True)
 class Undisturbed:
@@ -94,6 +108,7 @@ class Bench:
 
     def __init__(self, folder: Path):
         self.folder, self._undisturbed = folder, {}
+        self.log = folder / "log"  # of the run at hand
         self.calls = mmap.mmap(-1, 8)  # shared with the runs: calls that make something durable
         torch.set_num_threads(1)
         recipe._report = lambda output_dir: None  # its figures take seven times as long as all the rest
@@ -105,37 +120,31 @@ class Bench:
         for name, (_, settings, _) in KINDS.items():
             (folder / f"{name}.yaml").write_text(json.dumps({**SETTINGS, **settings}))  # JSON is YAML
 
-    def start(self, command: Command, kind: str = "sft", before: Callable[[], None] = lambda: None) -> Run:
-        """Start `liger-trainer COMMAND`, or call a function, on the processes of a kind. Each calls `before` first."""
-        ranks, log = KINDS[kind][2], self.folder / "log"
-        log.unlink(missing_ok=True)
+    def start(self, command: list[str], kind: str = "sft", before: Callable[[], None] = lambda: None) -> Run:
+        """Start `liger-trainer COMMAND` on the processes of a kind. Each calls `before` first."""
+        ranks = KINDS[kind][2]
+        self.log.unlink(missing_ok=True)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environments = [{"RANK": rank, "LOCAL_RANK": rank, **common} for rank in range(ranks)] if ranks > 1 else [{}]
-        return Run([self._fork(command, log, environment, before) for environment in environments], log)
+        return Run([self._fork(command, environment, before) for environment in environments])
 
-    def end(self, command: Command, kind: str = "sft", before: Callable[[], None] = lambda: None) -> Run:
-        """Start a command or a function, and wait for its end."""
-        run = self.start(command, kind, before)
-        run.wait()
-        return run
-
-    def _fork(self, command: Command, log: Path, environment: dict[str, Any], before: Callable[[], None]) -> int:
+    def _fork(self, command: list[str], environment: dict[str, Any], before: Callable[[], None]) -> int:
         sys.stdout.flush()
         child = os.fork()
         if child:
             return child
         code = 1
         try:
-            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.chdir(self.folder)
             os.environ.update({name: str(value) for name, value in environment.items()})
             before()
-            command() if callable(command) else main(list(command))
+            command_line(command)
             code = 0
         except SystemExit as stopped:
             code = int(stopped.code or 0)
@@ -155,7 +164,7 @@ class Bench:
             wait_for(out / CONFIG, run)
             start = time.perf_counter()
             run.wait()
-            assert run.code == 0, run.printed
+            assert run.code == 0, self.log.read_text()
             seconds = time.perf_counter() - start
             self._undisturbed[kind] = Undisturbed(out, outcome(out), seconds, self.counted())
         return self._undisturbed[kind]
@@ -205,5 +214,66 @@ def outcome(out: Path) -> dict[str, Any]:
     return {"weights": {path.name: sha256(path) for path in sorted(out.glob("*.safetensors"))}, **numbers}
 
 
-def remove(out: Path) -> None:
-    shutil.rmtree(out, ignore_errors=True)
+def killed(bench: Bench, kind: str, moments: int, seed: int) -> dict[str, int]:
+    """Return how often a kind of run was killed and resumed, and how often it then ended as it should."""
+    rng, want = random.Random(f"{kind} {seed}"), bench.undisturbed(kind)
+    found = {"moments": 0, "kills": 0, "the same": 0}
+    out = bench.folder / f"killed-{kind}"
+    while found["moments"] < moments:
+        shutil.rmtree(out, ignore_errors=True)
+        _kill(bench, kind, ["run", f"{kind}.yaml", f"output_dir={out}"], out, rng)
+        if (out / METRICS).exists():
+            continue  # it was at its end already
+        again, resume = rng.random() < 0.3, ["resume", str(out)]
+        if again:
+            _kill(bench, kind, resume, out, rng)
+        if not (out / METRICS).exists():
+            bench.start(resume, kind).wait()
+        same = outcome(out) == want.outcome
+        found = {
+            "moments": found["moments"] + 1,
+            "kills": found["kills"] + 1 + again,
+            "the same": found["the same"] + same,
+        }
+        print(
+            f"{kind}, moment {found['moments']}: {'as expected' if same else bench.log.read_text()[-3000:]}", flush=True
+        )
+    return found
+
+
+def _kill(bench: Bench, kind: str, command: list[str], out: Path, rng: random.Random) -> None:
+    want = bench.undisturbed(kind)
+    if rng.random() < 0.5:
+        run = bench.start(command, kind, bench.counting(out / CONFIG, rng.randint(1, want.calls)))
+    else:
+        run = bench.start(command, kind)
+        wait_for(out / CONFIG, run)
+        time.sleep(rng.uniform(0, want.seconds))
+        run.kill()
+    run.wait()
+
+
+def main() -> int:
+    """Return 1 if any run did not end as it should."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--moments", type=int, default=50, help="random moments at which each kind of run is killed")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of runs that are killed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("docs/results"))
+    options = parser.parse_args()
+    where, start = provenance(PACKAGES, cuda=False), time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="liger-trainer-kills-") as folder:
+        bench = Bench(Path(folder))
+        results = {kind: killed(bench, kind, options.moments, options.seed) for kind in options.kinds}
+    heads = ("run", "kills", "ended with the same weights and numbers")
+    rows = [[KINDS[k][0], str(r["kills"]), f"{r['the same']} of {r['moments']}"] for k, r in results.items()]
+    seconds = round(time.perf_counter() - start)
+    measured = f"{where['date']}, commit {where['commit']}, {seconds} s, {join_versions(where['packages'])}."
+    page = "\n".join(["# Killed at a random moment", "", *table(heads, rows), "", measured, ""])
+    write(options.output / "kills", {**where, "seconds": seconds, "results": results}, page)
+    print(page)
+    return int(any(result["the same"] < result["moments"] for result in results.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
