@@ -207,12 +207,9 @@ class TeacherCache:
         path: its directory.
         verify: read every shard and compare its SHA-256 first.
 
-    A shard that changes while it is read is compared with its SHA-256 again, before more is read from it.
-
     Raises:
         ConfigError: there is no cache, or its capture was not finished.
         CorruptError: a shard is missing, has another length than the index says, or, if asked for, another content.
-            `records` raises it too, for one that has changed.
     """
 
     def __init__(self, path: str | os.PathLike, verify: bool = False):
@@ -227,7 +224,6 @@ class TeacherCache:
         self._files = [self.path / shard.name for shard in self.index.shards]
         for _ in check_shards(self.path, self.index, contents=False):
             pass
-        self._states = [_state(file) for file in self._files]  # from before contents are compared, here or in a thread
         if verify:
             for _ in check_shards(self.path, self.index, contents=True):
                 pass
@@ -299,30 +295,7 @@ class TeacherCache:
         if len(self._keys) != self.index.rows or len(self._offsets) != self.index.rows + len(self.index.shards):
             raise CorruptError(f"The shards of {self.path} hold {len(self._keys)} rows, the index {self.index.rows}.")
 
-    def check_unchanged(self) -> None:
-        """Raise CorruptError where a shard was written to, replaced or removed, and is no longer what it was."""
-        for place in range(len(self._files)):
-            self._check_unchanged(place)
-
-    def _check_unchanged(self, place: int) -> None:
-        try:
-            now = _state(self._files[place])
-        except OSError as error:
-            raise self._unreadable(place, error) from None
-        if now == self._states[place]:
-            return
-        try:
-            _check_file(self.path, self.index.shards[place], contents=True)  # a copy or new permissions do no harm
-        except CorruptError as error:
-            raise CorruptError(
-                f"{error} It has changed since it was opened. Restore the file, or capture the cache again, then start "
-                "the same run again."
-            ) from None
-        self._states[place] = now
-        self._open.pop(place, None)
-
     def _shard(self, place: int) -> Any:
-        self._check_unchanged(place)
         if place not in self._open:
             try:
                 self._open[place] = safe_open(self._files[place], framework="pt")
@@ -403,13 +376,6 @@ def check_shards(path: Path, index: CacheIndex, contents: bool) -> Iterator[Shar
     for file in (*(() if index.head is None else (index.head,)), *index.shards):
         _check_file(path, file, contents)
         yield file
-
-
-def _state(file: Path) -> tuple[int, ...]:
-    """Return what becomes another when a file is written to or replaced."""
-    found = os.stat(file)
-    # The time of the last change of the inode too: a copy tool may set the time of modification back.
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _check_file(path: Path, expected: Shard | HeadFile, contents: bool) -> None:
