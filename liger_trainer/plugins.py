@@ -18,6 +18,7 @@ PLUGINS = {
     "qat": "qat",
     DEMO: "demo",
     "vocab_parallel_trainer": "vocab_parallel.trainer",
+    "selfcheck": "op_checks",
 }
 
 # Attributes that extras leave on modules. A trainer without the setting has to see what an earlier one has done.

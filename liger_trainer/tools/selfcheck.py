@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import plugins
 from ..kernels.runtime import use_triton
 from ..patching.patcher import patch
 from .selfcheck_cases import CHECKS, Check, Draw, Outputs
@@ -80,12 +81,17 @@ def default_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     return torch.float32, torch.bfloat16
 
 
+def all_checks() -> tuple[Check, ...]:
+    """Return the checks of every op of the package."""
+    return (*CHECKS, *plugins.load("selfcheck").CHECKS)
+
+
 def run_checks(
     device: torch.device, dtypes: Sequence[torch.dtype], checks: Sequence[Check] | None = None
 ) -> Iterator[CheckResult]:
     """Yield the result of each check in each dtype, and of a small model of each family in MODELS."""
     for dtype in dtypes:
-        for check in CHECKS if checks is None else checks:
+        for check in all_checks() if checks is None else checks:
             yield _result(check.name, dtype, lambda check=check, dtype=dtype: _compare(check, device, dtype))
         for family in MODELS:
             yield _result(

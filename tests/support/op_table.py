@@ -16,13 +16,14 @@ from torch import Tensor
 
 from liger_trainer.kernels.types import Gate
 from liger_trainer.tools import selfcheck_cases as shared
-from liger_trainer.tools.selfcheck_cases import CHECKS, Draw, Sizes, adapted
+from liger_trainer.tools.selfcheck import all_checks
+from liger_trainer.tools.selfcheck_cases import Draw, Sizes, adapted
 
 Tensors = dict[str, Any]
 SMALL = Sizes(rows=7, hidden=24, inner=21, vocab=37, rank=3, heads=4, keys=2, width=16, positions=5)
 ADAPTER = re.compile(r"(^|_)[ab]\d*$")
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
-_CHECKS = {check.name: check for check in CHECKS}
+_CHECKS = {check.name: check for check in all_checks()}
 _CALLED = {
     "gated_mlp": shared.with_list, "linears": shared.with_list, "lora_linear": shared.with_layer,
     "lora_linears": shared.with_layers, "lora_mlp": shared.with_mlp, "lora_experts": shared.with_experts,

@@ -11,9 +11,10 @@ from commands import end_of
 from liger_trainer import kernels
 from liger_trainer.kernels.rms_norm import rms_norm
 from liger_trainer.tools import selfcheck
-from liger_trainer.tools.selfcheck_cases import CHECKS, Check
+from liger_trainer.tools.selfcheck_cases import Check
 
 CPU = torch.device("cpu")
+CHECKS = selfcheck.all_checks()
 BY_NAME = {check.name: check for check in CHECKS}
 
 
@@ -109,7 +110,7 @@ def test_a_wrong_patch_fails(monkeypatch):
 
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(selfcheck, "CHECKS", CHECKS[:2])
+    monkeypatch.setattr(selfcheck, "all_checks", lambda: CHECKS[:2])
     monkeypatch.setattr(selfcheck, "MODELS", {})
 
 
@@ -132,7 +133,7 @@ def test_the_command(few, capsys):
 
 def test_the_command_fails_where_an_op_is_wrong(few, capsys, monkeypatch):
     wrong = dataclasses.replace(CHECKS[0], op=lambda x, weight: rms_norm(x, weight, 1e-6) * 1.01)
-    monkeypatch.setattr(selfcheck, "CHECKS", (wrong, CHECKS[1]))
+    monkeypatch.setattr(selfcheck, "all_checks", lambda: (wrong, CHECKS[1]))
     assert end_of("selfcheck", "--dtype", "float32", "--device", "cpu") == 1
     said = capsys.readouterr().out
     assert "Wrong: rms_norm in float32. out0 is off by 1.00e-02" in said.replace("\n", " ")
