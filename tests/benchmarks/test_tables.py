@@ -10,9 +10,8 @@ import torch
 from benchmarks import loss_providers, op_cases, op_providers, passes, reference, run
 from benchmarks.loss_cases import CASES, SMOKE_CASES, Case
 from benchmarks.losses import LossStep, LossSuite
-from benchmarks.measure import Roofline, Spread, Stopwatch, interleave
+from benchmarks.measure import Roofline
 from benchmarks.op_cases import OpCase
-from benchmarks.operands import bits
 from benchmarks.reference import evaluate, relative_l2
 from benchmarks.suite import CaseResult, Provider, Result
 from liger_trainer.kernels.document_attention import document_attention_reference
@@ -214,22 +213,6 @@ def test_the_truth_of_a_fused_loss_is_the_definition(kind, monkeypatch):
     torch.testing.assert_close(truth, {"loss": loss.detach(), "hidden": d_hidden, "weight": d_weight})
 
 
-@pytest.mark.parametrize("op", [op for op in op_cases.OPS if op.is_loss], ids=lambda op: op.name)
-def test_the_truth_of_an_op_is_the_same_in_parts(op, monkeypatch):
-    case = OpCase("loss", op, 12, 10, torch.float64, grad_output=0.5)
-    operands = case.make_operands(CPU)
-    whole = evaluate(case, operands, torch.float64)
-    monkeypatch.setattr(reference, "ELEMENTS_AT_ONCE", 3 * case.width)
-    torch.testing.assert_close(evaluate(case, operands, torch.float64), whole)
-
-
-def test_inputs_are_repeatable_and_structured_ones_give_a_loss_of_about_five():
-    case = replace(TINY, data="structured", tokens=2048, hidden_size=256, vocab_size=4096)
-    operands = case.make_operands(CPU)
-    assert bits(operands) == bits(case.make_operands(CPU)) != bits(case.make_operands(CPU, seed=1))
-    assert case.plain(**operands.tensors).item() == pytest.approx(5.0, abs=0.5)
-
-
 @pytest.mark.parametrize(
     ("name", "ms"),
     [
@@ -243,21 +226,6 @@ def test_floors_count_the_products_that_supervised_tokens_need(name, ms):
     (case,) = (case for case in CASES if case.name == name)
     roofline = Roofline(gemm_tflops=780, gemm_shape="", copy_gbs=0)
     assert LossSuite().floors(CaseResult(case), roofline)["step"] == pytest.approx(ms, abs=0.05)
-
-
-def test_interleaving_runs_every_call_once_a_round_in_changing_order():
-    order = []
-    calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    times = interleave(calls, Stopwatch(CPU), rounds=8)
-    rounds = [tuple(order[i : i + 3]) for i in range(0, 24, 3)]
-    assert all(sorted(one) == ["a", "b", "c"] for one in rounds) and len(set(rounds)) > 1
-    assert {name: len(values) for name, values in times.items()} == {"a": 8, "b": 8, "c": 8}
-
-
-def test_spread_has_median_and_quartiles_and_pairs_ratios_by_round():
-    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0, 5)
-    assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0, 1)
-    assert Spread.of_ratios([2.0, 40.0, 6.0], [1.0, 10.0, 2.0]).median == 3.0
 
 
 def by_name(function):
@@ -344,17 +312,3 @@ def test_attention_counts_the_pairs_within_documents():
     want = mixed.make_operands(CPU).tensors
     plain, reference = op_cases.one_by_one(**want), document_attention_reference(**want)
     torch.testing.assert_close(plain, reference, rtol=1e-4, atol=1e-5)
-
-
-def test_transposed_operands_keep_their_strides_and_copies_differ():
-    case = next(case for case in op_cases.SMOKE_CASES if case.transposed)
-    first, second = (case.make_operands(CPU, seed) for seed in (0, 1))
-    for name in ("q", "k"):
-        assert first.tensors[name].transpose(1, 2).is_contiguous() and not first.tensors[name].is_contiguous()
-    assert bits(first) == bits(case.make_operands(CPU, 0)) != bits(second)
-
-
-def test_sweeps_are_cases_by_name():
-    sweep = [case for case in CASES if case.name.startswith(("ce-tokens-", "ce-vocab-"))]
-    assert {case.tokens for case in sweep} == {1024 * 2**i for i in range(6)}
-    assert {case.vocab_size for case in sweep} >= {4096, 262144} and not any(case.default for case in sweep)

@@ -1,8 +1,9 @@
 """What other tools supervise: configurations of theirs, three rows each, and rows as text with marked tokens.
 
-`foreign_configs/record_masks.py` runs the tools on these cases and writes `foreign_configs/masks.json`; `test_masks.py`
-compares it with what a converted configuration supervises here. Every character is a token, or part of a special token,
-so the marks say for each token whether the loss is on it. The chat template is Llama 3's.
+`foreign_configs/masks.json` was recorded from the tools on these cases, by a script that the repository has up to
+commit 2bd752dc; `test_masks.py` compares it with what a converted configuration supervises here. Every character is a
+token, or part of a special token, so the marks say for each token whether the loss is on it. The chat template is Llama
+3's.
 """
 
 from collections.abc import Iterable
