@@ -49,8 +49,8 @@ import yaml
 from .measure import MIB, Spread
 from .processes import Process, context_for
 from .report import join_versions, provenance, slug, spread, table, without_output, write
-from .trainer_cases import LOSS_TOLERANCE, NORM_TOLERANCE, TINY_PLAN, Case, Plan, length_of, make_rows
-from .trainer_providers import REFERENCE, TRAINERS, Provider, lora_options, prepare
+from .trainer_cases import LOSS_TOLERANCE, NORM_TOLERANCE, REFERENCE, TINY_PLAN, Case, Plan, length_of, make_rows
+from .trainer_providers import TRAINERS, Provider, lora_options, prepare
 from .trainer_step import PRELOADED, Row, choose_rows, gaps, measure, pairs, parse, report
 from .trainer_worker import Measured, TrainerWorker, held, notes_of, summed, teachers_of, train
 

@@ -7,18 +7,25 @@ when training starts, and TRL keeps its own fused head. A teacher has no such sw
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from typing import Any
 
 import torch
 
 from .shapes import ImageCollator, random_model
-from .trainer_cases import DEMO_MODEL, END, ON_POLICY, PAD, Case, length_of, make_tokenizer, text_of
+from .trainer_cases import DEMO_MODEL, END, ON_POLICY, PAD, REFERENCE, Case, length_of, make_tokenizer, text_of
 
 NEVER = 10**6  # steps
 STUDENT, TEACHER = 0, 1  # seeds of their weights
+
+
+def unsloth_site() -> list[str]:
+    """Return the folder that UNSLOTH_SITE names: of packages for Unsloth's process, which pins older ones than ours."""
+    return [path for path in [os.environ.get("UNSLOTH_SITE")] if path]
 
 
 @dataclass(frozen=True)
@@ -61,11 +68,11 @@ class Provider:
             not case.shape.startswith("Llama") or case.lora_dropout is not None or case.engine != "fsdp2"
         ):
             return "all weights of a Llama under FSDP2 only"
-        packages = [package for module, package in needs.items() if find_spec(module) is None]
+        path = [*unsloth_site(), *sys.path] if self.trainer == "unsloth" else sys.path
+        packages = [package for module, package in needs.items() if PathFinder.find_spec(module, path) is None]
         return f"{', '.join(packages)}: not installed" if packages else None
 
 
-REFERENCE = "trl"  # whose loss the others must have
 LIGER: dict[str, Any] = {"options": {"use_liger_kernel": True}, "needs": {"liger_kernel": "liger-kernel"}}
 COMPILED: dict[str, Any] = {"options": {"torch_compile": True}}
 TITAN: dict[str, Any] = {"needs": {"torchtitan": "torchtitan"}, "shares": True}
@@ -204,6 +211,7 @@ def prepare(
         "output_dir": folder, "per_device_train_batch_size": case.rows, "max_steps": steps, "bf16": not tiny,
         "use_cpu": device == "cpu", "learning_rate": case.learning_rate(tiny), **case.schedule,
         "optim": "adamw_torch_fused", "gradient_checkpointing": case.checkpointing, "report_to": [],
+        "gradient_accumulation_steps": 1,  # Unsloth's own default is 2
         "save_strategy": "no", "logging_steps": NEVER, "disable_tqdm": True, "seed": 7, "data_seed": 7,
         **provider.options,
     }  # fmt: skip
@@ -356,15 +364,22 @@ def make_unsloth(run: Run) -> Any:
     from unsloth import FastLanguageModel  # pyright: ignore[reportMissingImports]
 
     case, length = run.case, length_of(run.case, run.tiny)
+    checkpointing: dict[str, Any] = {"use_gradient_checkpointing": case.checkpointing}  # it is on by default
     model, _ = FastLanguageModel.from_pretrained(
-        run.saved(run.random()), max_seq_length=length, dtype=torch.bfloat16,
-        load_in_4bit=case.four_bit, full_finetuning=case.lora_dropout is None,
+        run.saved(run.random()), max_seq_length=length, dtype=torch.bfloat16, load_in_4bit=case.four_bit,
+        full_finetuning=case.lora_dropout is None, float32_mixed_precision=case.fp32, **checkpointing,
     )  # fmt: skip
     if case.lora_dropout is not None:
-        model = FastLanguageModel.get_peft_model(
-            model, **lora_options(case), use_gradient_checkpointing=case.checkpointing
-        )
+        model = FastLanguageModel.get_peft_model(model, **lora_options(case), **checkpointing)
     return SFTTrainer(model, args=SFTConfig(**run.options, **_rows_options(run)), **run.inputs)
+
+
+def draw_adapters(model: torch.nn.Module) -> None:
+    """Draw the A of all adapters, the same for every provider: Unsloth draws its own, at another time."""
+    generator = torch.Generator().manual_seed(STUDENT)
+    for name, a in sorted(model.named_parameters()):
+        if ".lora_A." in name:
+            a.data.copy_(torch.rand(a.shape, generator=generator).sub_(0.5).mul_(2 / a.shape[-1] ** 0.5))
 
 
 def make_titan(run: Run) -> Any:

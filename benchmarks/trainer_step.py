@@ -9,7 +9,10 @@
 A provider in a case has its own process, since Liger-Kernel and Unsloth patch module globals; the device has one at
 a time. Weights, rows, their order, optimizer and all other options are the same. A callback in the trainer's own loop
 times steps, and traces some more. Losses of all steps and the first gradient norm must be those of TRL's plain trainer
-within LOSS_TOLERANCE and NORM_TOLERANCE, on the same rows, else the row has no times.
+(with Liger-Kernel for 8B, where plain TRL does not fit) within LOSS_TOLERANCE and NORM_TOLERANCE, on the same rows,
+else the row has no times.
+
+Unsloth pins older packages than ours do: `pip install --target DIR unsloth`, and UNSLOTH_SITE=DIR.
 
 `--ours` adds a row of ours with further options of its configuration; it may be given several times. `--rows` names the
 rows one by one, so that one call has just what is wanted. What is finished is written after every row. Exit code 1: the
@@ -33,13 +36,13 @@ from .bars import write_figures
 from .measure import Spread
 from .processes import Process, context_for, say
 from .report import join_versions, matching, provenance, slug, table, without_output, write
-from .trainer_cases import CASES, LOSS_TOLERANCE, MEAN_LENGTH, NORM_TOLERANCE, PLAN, TINY_PLAN, Case
-from .trainer_providers import PROVIDERS, REFERENCE, Provider, variant
+from .trainer_cases import CASES, LOSS_TOLERANCE, MEAN_LENGTH, NORM_TOLERANCE, PLAN, REFERENCE, TINY_PLAN, Case
+from .trainer_providers import PROVIDERS, Provider, variant
 from .trainer_worker import Measured, TrainerWorker
 
 LEAST_FALL = 0.005  # of the plain trainer's loss: one that does not fall shows nothing
 LEAST_LOSS = 0.05  # to which distances are related: GRPO's loss may be 0
-PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "liger-kernel", "unsloth", "bitsandbytes")
+PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "liger-kernel", "bitsandbytes")
 PRELOADED = ("datasets", "peft", "trl.trainer.sft_trainer")  # nothing of ours, which would change TRL's modules
 AHEAD = 12  # processes that import at a time, before the first of them has its turn
 TINY_CASES, TINY_PROVIDERS = "sft-qwen3-0.6b-packed,kd-qwen3-0.6b", f"{REFERENCE},ours"
@@ -50,8 +53,8 @@ WHAT = (
     "cases log-normal with mean {mean}. ms: median of the steps (quartiles). Busy: the time of a step in which "
     "something ran on the GPU, traced on {traced} further steps. Wall / busy: of steps with the same work. Tokens/s: "
     "real ones, with padding in brackets. MiB: the most that the process held, and that above the weights. Gaps: the "
-    "largest distance of a step's loss from TRL's plain trainer's, over its first loss, and the relative "
-    "distance of the first gradient norm; a row above {loss_tolerance:g} or {norm_tolerance:g} is refused (DPO and "
+    "largest distance of a step's loss from the first row's, over its first loss, and the relative distance of the "
+    "first gradient norm; a row above {loss_tolerance:g} or {norm_tolerance:g} is refused (DPO and "
     "GRPO: 0.05). Bold: the best of a column."
 )
 HEADS = (
@@ -161,7 +164,7 @@ def measure(
     the rows that run at the same time.
     """
     rows = sorted(rows, key=lambda row: row.provider.compiles)
-    plain = {row.group: row for row in rows if row.provider.name == REFERENCE}
+    plain = {row.group: row for row in rows if row.provider.name == row.case.reference}
     size = min(ahead, os.cpu_count() or 1)
     for group in (rows[at : at + size] for at in range(0, len(rows), size)):
         for row in group:
@@ -212,7 +215,10 @@ def markdown(header: dict[str, Any], rows: Sequence[Row]) -> str:
     lines = ["# Training steps through the trainers", "", f"{where} `{header['command']}`.", ""]
     lines += [WHAT.format(**header), ""]
     for case, group in itertools.groupby(rows, key=lambda row: row.case):
-        lines += [f"## {case}", "", *table([f"`{case.name}`", *HEADS], _table_rows(list(group))), ""]
+        rows = list(group)
+        lines += [f"## {case}", "", *table([f"`{case.name}`", *HEADS], _table_rows(rows)), ""]
+        unsloth = (row for row in rows if row.measured and row.provider.trainer == "unsloth")
+        lines += [f"{row.provider.title}: {row.measured.notes}.\n" for row in unsloth]
     return "\n".join(lines)
 
 
@@ -278,7 +284,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def pairs(options: argparse.Namespace) -> list[tuple[Case, Provider]]:
     """Return the rows that are asked for."""
     chosen = options.rows or [(case, options.chosen[case.kind]) for case in options.cases]
-    return [(case, provider) for case, providers in chosen for provider in providers]
+    return [(case, provider) for case, providers in chosen for provider in _after_reference(case, providers)]
+
+
+def _after_reference(case: Case, providers: Sequence[Provider]) -> list[Provider]:
+    """Return the providers, with the one first whose losses the others must have."""
+    reference = next(provider for provider in PROVIDERS[case.kind] if provider.name == case.reference)
+    return [reference, *(provider for provider in providers if provider is not reference)]
 
 
 def report(
@@ -348,9 +360,9 @@ def choose_rows(words: str, cases: Sequence[Case], parser: argparse.ArgumentPars
     if case is None or not given:
         parser.error(f"--rows {words!r}: expected CASE:PROVIDER,... with a case that --list names")
     ours = [word for word in given.split(",") if word.startswith("ours:")]
-    others = ",".join(word for word in given.split(",") if word not in ours) or REFERENCE
+    others = ",".join(word for word in given.split(",") if word not in ours) or case.reference
     known = PROVIDERS[case.kind]
-    names = {REFERENCE, *matching(others, [provider.name for provider in known], "provider", parser)}
+    names = {case.reference, *matching(others, [provider.name for provider in known], "provider", parser)}
     variants = [variant(_extra(word.removeprefix("ours:"), parser))[case.kind] for word in ours]
     return case, [*(provider for provider in known if provider.name in names), *variants]
 

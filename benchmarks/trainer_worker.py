@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .measure import MIB
+from .report import join_versions
 from .trainer_cases import ON_POLICY, TINY_PLAN, Case, Plan, length_of, make_rows
-from .trainer_providers import TRAINERS, Provider, prepare
+from .trainer_providers import TRAINERS, Provider, draw_adapters, prepare, unsloth_site
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's events
 
@@ -66,6 +69,8 @@ class TrainerWorker:
 
     def __init__(self, provider: str, tiny: bool):
         if provider == "unsloth":  # before transformers, which it changes
+            sys.path[:0] = unsloth_site()
+            os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # which it sends over the network
             import unsloth  # noqa: F401 # pyright: ignore[reportMissingImports]
         self.provider, self.tiny = provider, tiny
 
@@ -87,6 +92,7 @@ class TrainerWorker:
             rows = make_rows(case, plan, self.tiny)
             run = prepare(case, provider, self.tiny, device, folder, rows, plan.steps)
             trainer = TRAINERS[provider.trainer](run)
+            draw_adapters(trainer.model)
             sampled = case.rows * length_of(case, self.tiny) if case.method in ("GRPO", ON_POLICY) else None
             measured = train(trainer, plan, folder, case.layout != "padded", sampled)
         measured.notes = notes_of(trainer, provider)
@@ -133,6 +139,8 @@ def notes_of(trainer: Any, provider: Provider) -> str:
     """
     if provider.trainer == "ours":
         return str(trainer.patched.report)
+    if provider.trainer == "unsloth":  # what its own folder has
+        return join_versions({name: version(name) for name in ("unsloth", "unsloth_zoo", "trl", "transformers")})
     if not provider.uses_liger:
         return ""
     names = [

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 from statistics import mean
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -204,12 +205,29 @@ def test_names_that_do_not_exist_are_refused(arguments, message, capsys):
 
 
 def test_absent_packages_and_late_rows_cost_nothing(monkeypatch):
-    monkeypatch.setattr("benchmarks.trainer_providers.find_spec", lambda module: None)
+    monkeypatch.setattr("benchmarks.trainer_providers.PathFinder", SimpleNamespace(find_spec=lambda *_: None))
     rows = [Row(PLAIN, UNSLOTH), Row(CASE["qlora-qwen3-0.6b"], OURS), Row(PLAIN, OURS)]
     plain = [Row(row.case, TRL) for row in rows]
     reasons = [row.failure for row in trainer_step.measure([*rows, *plain], parse(["--time-limit", "-1"]))]
     late, absent = "not run: -1 s were over", "bitsandbytes: not installed"
     assert reasons == ["unsloth: not installed", absent, late, late, absent, late]
+
+
+def test_unsloth_is_looked_for_in_a_folder_of_its_own(monkeypatch, tmp_path):
+    (tmp_path / "unsloth").mkdir()
+    (tmp_path / "unsloth" / "__init__.py").touch()
+    monkeypatch.setenv("UNSLOTH_SITE", str(tmp_path))
+    assert UNSLOTH.missing(PLAIN) is None
+    monkeypatch.delenv("UNSLOTH_SITE")
+    assert UNSLOTH.missing(PLAIN) == "unsloth: not installed"
+
+
+@pytest.mark.parametrize(
+    "words", [["--rows", "lora-llama-3-8b:ours"], ["--cases", "lora-llama-3-8b", "--providers", "trl_liger,ours"]]
+)
+def test_the_row_whose_losses_the_others_must_have_comes_first(words):
+    names = [provider.name for _, provider in trainer_step.pairs(parse(words))]
+    assert names[0] == "trl_liger" and names.count("trl_liger") == names.count("ours") == 1
 
 
 def test_rows_that_compile_come_last_and_without_holding_up_others():
