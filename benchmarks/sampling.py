@@ -5,7 +5,8 @@
     python -m benchmarks.sampling --tiny                    # small enough for a CPU: does it still work
 
 Random weights, no end of sequence: all completions have all tokens. A round of each provider is not timed: kernels are
-compiled and graphs recorded in it. The bound is the time in which weights, keys and values are read once a step.
+compiled and graphs recorded in it. A step is what a round of all tokens takes longer than one of FEW, by their
+difference; the bound is the time in which weights, keys and values are read once a step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from .report import join_versions, matching, provenance, slug, table, without_ou
 from .shapes import random_model
 
 PACKAGES = ("torch", "triton", "transformers", "peft")
+FEW = 17  # tokens of the shorter completions: one of the prompt's pass, and as many steps as run without a look
 MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Llama-3.2-1B")
 Tokens = list[int]
-Sample = Callable[[int], Sequence[Tokens]]  # by a seed
+Sample = Callable[[int, int], Sequence[Tokens]]  # by a seed, and the tokens of a completion
 
 
 @dataclass(frozen=True)
@@ -47,22 +49,30 @@ class Workload:
 
 @dataclass(frozen=True)
 class Result:
-    """What a provider did; no times where it failed."""
+    """What a provider did; no times where it failed.
+
+    Attributes:
+        seconds, seconds_of_few: of each round, and of each of FEW tokens.
+        step_ms, of_bound: of a step, and the share of the bound that it reaches.
+        peak_mib: above the weights.
+    """
 
     model: str
     provider: str
     seconds: list[float]
+    seconds_of_few: list[float] = field(default_factory=list)
     tokens_per_second: float | None = None
+    step_ms: float | None = None
     of_bound: float | None = None
-    peak_mib: float | None = None  # above the weights
+    peak_mib: float | None = None
     failure: str | None = None
 
 
-def settings_of(work: Workload, model: Any) -> Any:
+def settings_of(tokens: int) -> Any:
     from transformers import GenerationConfig
 
     return GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=work.new, use_cache=True, pad_token_id=0,
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens, use_cache=True, pad_token_id=0,
         eos_token_id=None, disable_compile=True,
     )  # fmt: skip
 
@@ -72,7 +82,7 @@ def by_decoder(sampler: str) -> Callable[[Any, Workload], Sample]:
         from liger_trainer.trainers.decoder import Decoder
 
         decoder, prompts = Decoder(sampler), work.prompts(model.config.vocab_size)
-        return lambda seed: decoder.complete(model, prompts, settings_of(work, model), seed)
+        return lambda seed, tokens: decoder.complete(model, prompts, settings_of(work.new), seed, most_tokens=tokens)
 
     return make
 
@@ -94,11 +104,11 @@ def by_adapters(model: Any, work: Workload) -> Sample:
 
 def by_continuous_batching(model: Any, work: Workload) -> Sample:
     """transformers' own; its manager, with what it has recorded, is kept between two rounds."""
-    prompts, settings = work.prompts(model.config.vocab_size), settings_of(work, model)
+    prompts = work.prompts(model.config.vocab_size)
 
-    def sample(seed: int) -> list[Tokens]:
+    def sample(seed: int, tokens: int) -> list[Tokens]:
         torch.manual_seed(seed)
-        outputs = model.generate_batch(prompts, generation_config=settings, persistent_manager=True)
+        outputs = model.generate_batch(prompts, generation_config=settings_of(tokens), persistent_manager=True)
         return [output.generated_tokens for output in outputs.values()]
 
     return sample
@@ -112,16 +122,17 @@ PROVIDERS: dict[str, tuple[str, Callable[[Any, Workload], Sample]]] = {
 }
 
 
-def bound(model: Any, work: Workload, bandwidth: float) -> float:
-    """Return the least seconds of a round without its prompts, at so many bytes a second."""
+def bound(model: Any, work: Workload, few: int, bandwidth: float) -> float:
+    """Return the least seconds of a step, as the mean over those behind the first `few` tokens, at so many bytes a
+    second."""
     text = model.config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     size = next(model.parameters()).element_size()
     token = 2 * text.num_hidden_layers * text.num_key_value_heads * width * size
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     weights = sum(p.numel() for p in model.parameters()) * size - (0 if head is embedding else embedding.nbytes)
-    kept = work.rows * (work.prompt + work.new / 2) * token
-    return work.new * (weights + kept) / bandwidth
+    kept = work.rows * (work.prompt + (few + work.new) / 2) * token
+    return (weights + kept) / bandwidth
 
 
 def copy_bandwidth(device: str) -> float:
@@ -147,22 +158,28 @@ def measure(name: str, provider: str, work: Workload, options: argparse.Namespac
         name, False, device
     )  # fmt: skip
     model = (model.float() if options.tiny else model).eval()
-    least, seconds = bound(model, work, bandwidth), list[float]()
+    few = min(FEW, work.new - 1)
+    times: dict[int, list[float]] = {few: [], work.new: []}
     weights = torch.cuda.memory_allocated() if device == "cuda" else 0
     try:
         sample = PROVIDERS[provider][1](model, work)
         for seed in range(1 + options.rounds):
-            begin = _clock(device)
-            texts = sample(seed)
-            if seed:
-                seconds.append(_clock(device) - begin)
-            if [len(text) for text in texts] != [work.new] * work.rows:
-                raise RuntimeError(f"expected {work.rows} completions of {work.new} tokens, got {sum(map(len, texts))}")
+            for tokens in reversed(times):
+                begin = _clock(device)
+                texts = sample(seed, tokens)
+                if seed:
+                    times[tokens].append(_clock(device) - begin)
+                if [len(text) for text in texts] != [tokens] * work.rows:
+                    raise RuntimeError(f"expected {work.rows} x {tokens} tokens, got {sum(map(len, texts))}")
     except Exception as error:  # a provider that fails must not stop the others
         return Result(name, provider, [], failure=explain(error))
-    median = Spread.of(seconds).median
-    peak = (torch.cuda.max_memory_allocated() - weights) / 2**20 if device == "cuda" else None
-    return Result(name, provider, seconds, work.rows * work.new / median, least / median, peak)
+    some, all_of_them = (Spread.of(seconds).median for seconds in times.values())
+    step = (all_of_them - some) / (work.new - few)
+    return Result(
+        name, provider, times[work.new], times[few], work.rows * work.new / all_of_them, 1e3 * step,
+        bound(model, work, few, bandwidth) / step,
+        (torch.cuda.max_memory_allocated() - weights) / 2**20 if device == "cuda" else None,
+    )  # fmt: skip
 
 
 def markdown(header: dict[str, Any], results: Sequence[Result]) -> str:
@@ -170,17 +187,18 @@ def markdown(header: dict[str, Any], results: Sequence[Result]) -> str:
     lines = [
         "# Sampling", "", f"{where} `{header['command']}`.", "",
         f"{header['rows']} prompts of {header['prompt']} tokens, {header['new']} new ones each, random weights in "
-        f"{header['dtype']}, temperature 1; medians of {header['rounds']} rounds, prompts included. Of the bound: the "
-        "time in which weights, keys and values would be read once a step, at the rate of a copy "
-        f"({header['bandwidth'] / 1e12:.2f} TB/s), over the time. MiB: allocated above the weights.", "",
+        f"{header['dtype']}, temperature 1; medians of {header['rounds']} rounds. Tokens/s: with the prompts. A step: "
+        f"what all tokens take longer than {FEW}, over their difference. Of the bound: the time in which weights, keys "
+        f"and values would be read once, at the rate of a copy ({header['bandwidth'] / 1e12:.2f} TB/s), over a step's. "
+        "MiB: allocated above the weights.", "",
     ]  # fmt: skip
     cells = [
-        [f"{r.model}, {PROVIDERS[r.provider][0]}", r.failure, "", ""] if r.failure else
-        [f"{r.model}, {PROVIDERS[r.provider][0]}", f"{r.tokens_per_second:,.0f}", f"{r.of_bound:.2f}",
-         "" if r.peak_mib is None else f"{r.peak_mib:,.0f}"]
+        [f"{r.model}, {PROVIDERS[r.provider][0]}", r.failure, "", "", ""] if r.failure else
+        [f"{r.model}, {PROVIDERS[r.provider][0]}", f"{r.tokens_per_second:,.0f}", f"{r.step_ms:.2f}",
+         f"{r.of_bound:.3f}", "" if r.peak_mib is None else f"{r.peak_mib:,.0f}"]
         for r in results
     ]  # fmt: skip
-    return "\n".join([*lines, *table(["", "tokens/s", "of the bound", "MiB"], cells)]) + "\n"
+    return "\n".join([*lines, *table(["", "tokens/s", "ms a step", "of the bound", "MiB"], cells)]) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -176,9 +176,9 @@ CASES = (
     Case("sft-smollm2-packed", "SmolLM2-135M", 8, 256, "packed", **DEMO),
     Case("lora-smollm2", "SmolLM2-135M", 8, 256, "padded", lora_dropout=0.0, **DEMO),
     Case("kd-smollm2", "SmolLM2-135M", 8, 256, teacher="SmolLM2-135M", **DEMO),
-    Case("on-policy-qwen3-0.6b", SMALL, 64, 384, "full", ON_POLICY, "Qwen3-1.7B", default=False, plan=Plan(4, 3, 1)),
+    Case("on-policy-qwen3-0.6b", SMALL, 64, 384, "full", ON_POLICY, "Qwen3-1.7B", default=False, plan=Plan(3, 3, 1)),
     # the same tokens, given: what a step takes without sampling
-    Case("on-policy-rows-qwen3-0.6b", SMALL, 64, 384, teacher="Qwen3-1.7B", default=False, plan=Plan(4, 3, 1)),
+    Case("on-policy-rows-qwen3-0.6b", SMALL, 64, 384, teacher="Qwen3-1.7B", default=False, plan=Plan(3, 3, 1)),
     Case("dpo-qwen3-0.6b", SMALL, 4, 1024, method="DPO", default=False),
     Case("dpo-qwen3-0.6b-lora", SMALL, 4, 1024, method="DPO", lora_dropout=0.0, default=False),
     Case("grpo-qwen3-0.6b", SMALL, 32, 320, method="GRPO", default=False, plan=SAMPLED),

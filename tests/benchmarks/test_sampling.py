@@ -22,14 +22,16 @@ def test_all_that_run_without_a_gpu(tmp_path, monkeypatch):
     assert "no such thing" in rows.pop("continuous")["failure"]
     for row in rows.values():
         assert row["failure"] is None and len(row["seconds"]) == 2
-        assert row["tokens_per_second"] == pytest.approx(3 * 9 / (sum(row["seconds"]) / 2))
+        long, short = (sum(row[name]) / 2 for name in ("seconds", "seconds_of_few"))
+        assert row["tokens_per_second"] == pytest.approx(3 * 9 / long)
+        assert row["step_ms"] == pytest.approx(1e3 * (long - short) / (9 - 8))
     assert "| Qwen3-0.6B, CUDA graphs, LoRA |" in (tmp_path / "sampling-tiny.md").read_text()
     with pytest.raises(SystemExit):
         main(["--models", "Qwen9"])
 
 
 def test_a_provider_of_ours_that_writes_too_little_is_a_failure(monkeypatch):
-    monkeypatch.setitem(sampling.PROVIDERS, "ours", ("short", lambda *_: lambda seed: [[1] * 9, [1], [1] * 9]))
+    monkeypatch.setitem(sampling.PROVIDERS, "ours", ("short", lambda *_: lambda *_: [[1] * 9, [1], [1] * 9]))
     assert main(["--tiny", "--models", "Qwen3-0.6B", "--providers", "ours"]) == 1
 
 
@@ -39,5 +41,5 @@ def test_the_bound_reads_weights_once_and_what_is_kept():
     work, layers = Workload(2, 10, 4), 2
     weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
     text = model.config
-    kept = 2 * 12 * layers * 2 * text.num_key_value_heads * text.head_dim * 4
-    assert bound(model, work, 1.0) == pytest.approx(4 * (weights + kept))
+    kept = 2 * 13 * layers * 2 * text.num_key_value_heads * text.head_dim * 4
+    assert bound(model, work, 2, 1.0) == pytest.approx(weights + kept)
