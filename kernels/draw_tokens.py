@@ -128,7 +128,7 @@ def draw_tokens(
 
 def note_tokens_reference(
     tokens: Tensor, drawn: Tensor, slots: Tensor, latest: Tensor, counts: Tensor, lengths: Tensor, done: Tensor,
-    ends: Tensor,
+    ends: Tensor, most: Tensor,
 ) -> None:  # fmt: skip
     """Compute `note_tokens` in plain torch."""
     active, limit = ~done, drawn.shape[1] - 1
@@ -136,13 +136,13 @@ def note_tokens_reference(
     latest.copy_(torch.where(active, tokens, latest))
     counts += active
     lengths += active
-    done |= (tokens[:, None] == ends).any(1) | (counts >= limit)
+    done |= (tokens[:, None] == ends).any(1) | (counts >= most)
 
 
 @triton.jit
 def _note_kernel(
-    token_ptr, drawn_ptr, slots_ptr, latest_ptr, counts_ptr, lengths_ptr, done_ptr, ends_ptr, B, limit,
-    ENDS: tl.constexpr, BLOCK: tl.constexpr,
+    token_ptr, drawn_ptr, slots_ptr, latest_ptr, counts_ptr, lengths_ptr, done_ptr, ends_ptr, most_ptr,
+    B, limit, ENDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < B
@@ -155,7 +155,7 @@ def _note_kernel(
     tl.store(latest_ptr + row, token, mask=active)
     tl.store(counts_ptr + row, count + 1, mask=active)
     tl.store(lengths_ptr + row, tl.load(lengths_ptr + row, mask=active, other=0) + 1, mask=active)
-    done = done | (tl.where(active, count + 1, count) >= limit)
+    done = done | (tl.where(active, count + 1, count) >= tl.load(most_ptr))
     for end in range(ENDS):
         done = done | (token == tl.load(ends_ptr + end))
     tl.store(done_ptr + row, done.to(tl.int8), mask=live)
@@ -163,7 +163,7 @@ def _note_kernel(
 
 def note_tokens(
     tokens: Tensor, drawn: Tensor, slots: Tensor, latest: Tensor, counts: Tensor, lengths: Tensor, done: Tensor,
-    ends: Tensor,
+    ends: Tensor, most: Tensor,
 ) -> None:  # fmt: skip
     """Write drawn tokens down, in place, for all rows that are not done.
 
@@ -173,14 +173,15 @@ def note_tokens(
         slots: (B,) int32, of each row. Rows that are done may share one.
         latest: (B,) int64, what each row reads next.
         counts, lengths: (B,) int32, how many tokens were drawn for it, and how many it has in all but the latest.
-        done: (B,) bool. Set where the token is an end, or the limit is reached.
+        done: (B,) bool. Set where the token is an end, or a row has its most tokens.
         ends: (E,) int64.
+        most: (1,) int32, on the device, at most `limit`: the tokens of a row.
     """
     if not use_triton(latest):
-        return note_tokens_reference(tokens, drawn, slots, latest, counts, lengths, done, ends)
+        return note_tokens_reference(tokens, drawn, slots, latest, counts, lengths, done, ends, most)
     B, block = len(tokens), 64
     launch: Launch = kept_launch(
         _note_kernel, (triton.cdiv(B, block),), B, drawn.shape[1] - 1, ENDS=len(ends), BLOCK=block, num_warps=2,
     )  # fmt: skip
-    launch(tokens, drawn, slots, latest, counts, lengths, done.view(torch.int8), ends)
+    launch(tokens, drawn, slots, latest, counts, lengths, done.view(torch.int8), ends, most)
     return None

@@ -1,9 +1,10 @@
-"""A decoder's linear layers while it decodes a token a row: as few launches as may be, and no weight read twice.
+"""A decoder's layers while it decodes a token a row: as few launches as may be, and no weight read twice.
 
 Queries, keys and values are one product, gate, up and their activation another, and a product that the layer adds to
 its residual stream does so itself (kernels/thin_linear.py). A norm in front of products stays a launch: taken along, it
 is computed again for each tile, and cost 0.8 ms a step. Adapters are merged into the weights by then, so what counts of
-such a layer is its base. Weights in fp32 under autocast are read as they are: no copy of them is made.
+such a layer is its base. Weights in fp32 under autocast are read as they are: no copy of them is made. Cosines and
+sines are looked up in tables, which the model's own rotary embedding has filled.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
@@ -58,9 +60,15 @@ class Product(Deferred):
 
 
 class DecodingLayers:
-    """The linear layers of a model's decoder that are nothing but weights and biases."""
+    """The linear layers of a model's decoder that are nothing but weights and biases, and its rotary embeddings.
+
+    Attributes:
+        positions: how many the tables of cosines and sines have.
+    """
 
     def __init__(self, model: Any):
+        self.positions = 0
+        self._tables: dict[Any, tuple[Tensor, ...]] = {}
         device = next(model.parameters()).device
         self._arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
@@ -84,7 +92,8 @@ class DecodingLayers:
                     for at, name in enumerate(group):
                         self._forwards.append((own_children(module)[name], partial(together.output, at)))
             self._forwards += [(own_children(module)[name], partial(self._one, base)) for name, base in linears.items()]
-
+        rotary = [module for module in model.modules() if hasattr(module, "inv_freq") or hasattr(module, "rope_type")]
+        self._of_one_token = [(module, partial(self._looked_up, module, module.forward)) for module in rotary]
         head = _base(model.get_output_embeddings())
         if head is not None and head.weight.dtype == torch.float32:  # of 16 bits, torch's product is as fast
             self._forwards.append((model.get_output_embeddings(), partial(self._head, head)))
@@ -95,9 +104,26 @@ class DecodingLayers:
         with ExitStack() as stack:
             token = ROTATES_LATER.set(one_token)
             stack.callback(lambda: ROTATES_LATER.reset(token))
-            for module, forward in self._forwards:
+            for module, forward in [*self._forwards, *(self._of_one_token if one_token else ())]:
                 stack.enter_context(replaced(module, forward=forward))
             yield
+
+    def make_room(self, positions: int) -> None:
+        """Have tables of so many positions. More than before are other tables, which no graph of before has read."""
+        if positions > self.positions:
+            self.positions, self._tables = 1 << (positions - 1).bit_length(), {}
+
+    def _looked_up(
+        self, module: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *kind: Any, **named: Any
+    ) -> Any:  # fmt: skip
+        """Return what a rotary embedding returns for positions, out of what it has returned for all of them."""
+        key = (module, x.dtype, *kind, *named.values())
+        if key not in self._tables:
+            self._tables[key] = forward(x, torch.arange(self.positions, device=x.device)[None], *kind, **named)
+        tables = self._tables[key]
+        if position_ids.dim() != 2 or not isinstance(tables, tuple) or any(table.dim() != 3 for table in tables):
+            return forward(x, position_ids, *kind, **named)
+        return tuple(F.embedding(position_ids, table[0]) for table in tables)
 
     def _one(self, layer: nn.Linear, x: Tensor | Deferred) -> Product:
         return Product(x, layer, self._arrived)

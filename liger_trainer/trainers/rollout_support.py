@@ -103,6 +103,6 @@ def adapters_merged(model: Any) -> Iterator[None]:
         yield
     finally:
         for layer, weights in zip(merged, saved, strict=False):
-            layer.unmerge()
+            layer.merged_adapters.clear()  # `unmerge` would compute their products once more, to subtract them
             for name, x in layer.get_base_layer().named_parameters():
                 x.data.copy_(weights[name])

@@ -313,8 +313,8 @@ class Rollouts:
             token = draw_tokens(
                 logits, self._seed, step.row, step.count, temperature=self._temperature, banned=self._banned
             )
-        note_tokens(token, self._drawn, step.slot, step.token, step.count, step.length, step.done, self._ends)
-        step.done |= step.count >= self._most  # of this rollout; the launch knows the most of any
+        state = (step.slot, step.token, step.count, step.length, step.done)
+        note_tokens(token, self._drawn, *state, self._ends, self._most)
 
     def _one_token(self, step: Step) -> None:
         self.step = step
@@ -358,7 +358,8 @@ class Rollouts:
         self.kept.allocate(slots + 1, heads, longest, width, like)  # one that nobody reads
         if len(self._drawn) < slots + 1:
             self._drawn = torch.zeros(slots + 1, self._limit + 1, dtype=torch.int64, device=self._device)
-        recorded = (self._drawn.data_ptr(), like.dtype, *_constants(self._model))
+        self._layers.make_room(longest)
+        recorded = (self._drawn.data_ptr(), self._layers.positions, like.dtype, *_constants(self._model))
         if recorded != self._recorded:
             self._steps, self._recorded = {}, recorded
         return slots

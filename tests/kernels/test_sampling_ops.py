@@ -196,6 +196,7 @@ def test_tokens_are_noted_where_rows_are_not_done(ends):
         "drawn": torch.randint(50, 60, (B + 1, limit + 1)), "slots": torch.randperm(B).int(),
         "latest": torch.randint(20, 30, (B,)), "counts": torch.randint(0, limit, (B,)).int(),
         "lengths": torch.randint(0, 99, (B,)).int(), "done": torch.rand(B) < 0.3, "ends": torch.tensor(ends),
+        "most": torch.tensor([3], dtype=torch.int32),
     }  # fmt: skip
     state = {name: x.to(DEVICE) for name, x in state.items()}
     tokens, want = torch.randint(0, 10, (B,), device=DEVICE), {name: x.clone() for name, x in state.items()}

@@ -312,7 +312,7 @@ def sampling(dtype: torch.dtype) -> None:
     draw_tokens(logits, seed, numbers, numbers, temperature=0.7, banned=banned)
     draw_tokens(logits, seed, numbers, numbers, temperature=0.0)
     tokens, done = torch.zeros(N, dtype=torch.int64), torch.zeros(N, dtype=torch.bool)
-    note_tokens(tokens, tokens[:, None].expand(N, 9), numbers, tokens, numbers, numbers, done, seed)
+    note_tokens(tokens, tokens[:, None].expand(N, 9), numbers, tokens, numbers, numbers, done, seed, numbers[:1])
 
 
 class OneRank:

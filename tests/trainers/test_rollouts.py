@@ -313,6 +313,20 @@ def test_a_layer_of_a_step_is_few_launches(family, patched, monkeypatch):
     assert calls == [call for call in step if call[0] != "attention"] + step * rollouts_file.CHUNK  # prompts first
 
 
+@pytest.mark.parametrize("family, kinds", [("llama", []), ("gemma3", ["sliding_attention", "full_attention"])])
+def test_a_step_looks_cosines_up(family, kinds, monkeypatch):
+    """They are computed for the prompts, and once for all steps; for longer rows once more."""
+    model = tiny_model(family, **({"layer_types": kinds} if kinds else {}))
+    computed = calls_of(monkeypatch, type(model.model.rotary_emb), "forward")
+    rollouts = Rollouts(model, settings(), RunsAgain)
+    rollouts._proved = True
+    for prompts, tables in ((prompts_of(), 1), (prompts_of((3,)), 0), (prompts_of((90,)), 1)):
+        want = generated(model, prompts, settings())
+        computed.clear()
+        assert rollouts.complete(prompts, 0) == want
+        assert len(computed) == max(1, len(kinds)) * (1 + tables)
+
+
 # Whoever asks for completions
 
 
