@@ -4,12 +4,16 @@ After Agarwal et al. 2023, arXiv:2306.13649 (GKD): with probability `lmbda` the 
 micro-batch, otherwise they keep the dataset's completions or, with `seq_kd`, get the teacher's. All micro-batches of an
 optimizer step are made before its first forward, so the loss is divided by the tokens that it sums.
 
+Completions have different lengths, so the rows of a micro-batch lie end to end in one flat row where student and
+teacher are known to keep them apart, as with `packing: true`; else they are padded to the longest.
+
 A schedule of `max_completion_length` is on-policy prefix distillation (Zhang et al. 2026, arXiv:2602.15260): sampling
 stops after the first tokens of a completion, and the number of these grows with the steps.
 """
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, cast
 
@@ -20,13 +24,17 @@ from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..errors import ConfigError, DataError
+from ..patching.packing.packed_rows import reads_documents
+from ..patching.patcher import base_of
 from ..teachers.adapters_off import SelfTeacher
+from ..teachers.model import ModelTeacher
 from .config import LigerDistillConfig
 from .decoder import Decoder, Tokens
 from .host import DistillTrainerHost
 from .metrics import TokenMetrics
 from .rows import GENERATION_PROMPT, NO_PROMPT, AllowedIds
 from .samplers import ModelSampler, VLLMSampler
+from .step_graphs import filled_to_a_step
 
 Batch = dict[str, Any]
 SOURCE = "completions_of"  # a key of a micro-batch
@@ -102,6 +110,18 @@ def check_sampling(trainer: DistillTrainerHost) -> None:
                 )
 
 
+def _packs(trainer: DistillTrainerHost) -> bool:
+    """Return whether several sampled rows may lie in one: student and teacher read documents by their lengths."""
+    accelerator, adapters = trainer.accelerator, getattr(trainer.student, "peft_config", {}).values()
+    if type(trainer.teaching) not in (ModelTeacher, SelfTeacher) or any(a.is_prompt_learning for a in adapters):
+        return False
+    with trainer.teaching.live() as teachers:
+        models = [base_of(model) for model in (trainer.student, *teachers.values())]
+    # a GPU's kernels read documents at once in 16 bits
+    halves = accelerator.mixed_precision != "no" or all(model.dtype.itemsize == 2 for model in models)
+    return all(map(reads_documents, models)) and (halves or accelerator.device.type == "cpu")
+
+
 class PromptCollator:
     """Add `generation_prompt`, an array of token ids for each row that has one."""
 
@@ -135,6 +155,7 @@ class OnPolicy:
         self._args = args = cast(LigerDistillConfig, trainer.args)
         accelerator: Any = trainer.accelerator
         check_sampling(trainer)
+        self._packs = _packs(trainer)
         self._seen: set[bool] = set()  # whether completions were the student's; both, if micro-batches mix
         shared = cast(int, trainer.distillation.vocab_size)
         writable = AllowedIds(shared, trainer.teaching.unshared)
@@ -157,10 +178,10 @@ class OnPolicy:
         for writer in (STUDENT, TEACHER):
             places = [i for i, source in enumerate(origins) if source == writer]
             if places:
-                begin = time.perf_counter()
+                begin, rows = time.perf_counter(), sum(len(batches[i]["labels"]) for i in places)
                 for i, batch in zip(places, self._sampled([batches[i] for i in places], writer, step), strict=True):
                     replaced[i] = batch
-                self._count([replaced[i] for i in places], time.perf_counter() - begin)
+                self._count([replaced[i] for i in places], rows, time.perf_counter() - begin)
         self._add(micro_batches=len(origins), on_policy=origins.count(STUDENT))
         self._seen |= {source == STUDENT for source in origins}
         # Marked until the loss is computed: what the student has written is no label, and has its own metrics.
@@ -217,29 +238,41 @@ class OnPolicy:
                     (teacher,) = teachers.values()
                     completions = self._sampler.sample(teacher, flat, seed, most)
         # All prompts of a step are sampled at once, and then dealt out to the micro-batches.
-        rows = rows_of(flat, completions)
-        if not evaluation and all(batch.keys() <= _OF_ANY_ROWS for batch in batches):
-            rows = self._by_length(rows)
+        rows, movable = rows_of(flat, completions), all(batch.keys() <= _OF_ANY_ROWS for batch in batches)
+        packs = self._packs and movable and not evaluation
+        if not evaluation and movable:
+            rows = self._dealt(rows, len(batches) if packs else 1)
         rest = iter(rows)
         filled = []
         for batch, asked in zip(batches, prompts, strict=True):
-            made, device = self._collate(list(islice(rest, len(asked)))), batch["input_ids"].device
+            made, device = self._batch(list(islice(rest, len(asked))), packs), batch["input_ids"].device
             made = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in made.items()}
-            filled.append({**batch, **made})  # its other columns stay, such as what a teacher looks up by row
+            # its other columns stay, such as what a teacher looks up by row
+            filled.append(made if packs else {**batch, **made})
         return filled
 
-    def _by_length(self, rows: list[dict[str, Tokens]]) -> list[dict[str, Tokens]]:
-        """Return as many rows, the longest first, of all ranks' by turns.
+    def _batch(self, rows: list[dict[str, Tokens]], packs: bool) -> Batch:
+        if not packs:
+            return self._collate(rows)
+        few_shapes = self._collate.pad_to_multiple_of is not None and not self._trainer.aux_loss_enabled
+        batch = replace(self._collate, padding_free=True, pad_to_multiple_of=None)(rows)
+        return filled_to_a_step(batch, self._collate.pad_token_id) if few_shapes else batch
 
-        So micro-batches have rows of like length, of which little is padded, and the ranks, which wait for each other,
-        have as many tokens. The loss of a step is one sum, wherever its rows are.
+    def _dealt(self, rows: list[dict[str, Tokens]], parts: int) -> list[dict[str, Tokens]]:
+        """Return as many rows, the longest first, of all ranks' by turns, and in each of so many parts by turns.
+
+        So ranks, which wait for each other, and packed micro-batches have about as many tokens. Padded ones are one
+        part: they have rows of like length, of which little is padded. The loss of a step is one sum, wherever its rows
+        are.
         """
         accelerator = self._trainer.accelerator
         of_ranks = gather_object([rows])
         if len({len(each) for each in of_ranks}) > 1:  # at the end of the data
             of_ranks = [rows]
-        together = sorted(chain.from_iterable(of_ranks), key=lambda row: -len(row["input_ids"]))
-        return together if len(of_ranks) == 1 else together[accelerator.process_index :: len(of_ranks)]
+        dealt = sorted(chain.from_iterable(of_ranks), key=lambda row: -len(row["input_ids"]))
+        if len(of_ranks) > 1:
+            dealt = dealt[accelerator.process_index :: len(of_ranks)]
+        return [row for part in range(parts) for row in dealt[part::parts]]
 
     def _seed(self, step: int, of_teacher: bool, evaluation: int) -> int:
         """Return the seed of one call's draws. In training each rank has its own."""
@@ -247,9 +280,8 @@ class OnPolicy:
         entropy = (self._args.seed, rank, step, of_teacher, evaluation)
         return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
-    def _count(self, batches: list[Batch], seconds: float) -> None:
+    def _count(self, batches: list[Batch], rows: int, seconds: float) -> None:
         tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-        rows = sum(len(batch["labels"]) for batch in batches)
         accelerator = self._trainer.accelerator
         # fp32, which every device and backend of torch.distributed can add up
         local = torch.tensor([tokens, rows, seconds], dtype=torch.float32, device=accelerator.device)

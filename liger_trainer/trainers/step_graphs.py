@@ -117,7 +117,8 @@ def _offloads(plugin: Any) -> bool:
     return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
-# A graph is recorded for a shape, so batches get few shapes: packed rows one, padded rows sixteen.
+# A graph is recorded for a shape, so batches get few shapes: packed rows one, padded rows sixteen, sampled rows, which
+# are packed, sixteen for each power of two.
 
 
 def pad_to_few_shapes(trainer: TrainerHost, replacements: Replacements) -> None:
@@ -181,19 +182,37 @@ class FixedShapes:
         too_long = batch["max_length_q"] > self.longest  # a document of rows that the trainer has not prepared
         if too_long or not 0 <= missing <= min(MOST_PADDING * self.tokens, self.longest):
             return batch
-        ends: Tensor = batch["cu_seq_lens_q"].clone()
-        last = int(ends[-1] - ends[-2])
-        # a document of padding where the last one would become too long
-        of_its_own = [] if last + missing <= self.longest else [int(ends[-1])]
-        after = torch.arange(missing) if of_its_own else torch.arange(last, last + missing)
-        index = batch["seq_idx"][0, -1] + bool(of_its_own)
-        filling = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "position_ids": after, "seq_idx": index}
-        for name, value in filling.items():
-            there = batch[name]
-            more = torch.as_tensor(value, dtype=there.dtype).expand(1, missing)
-            batch[name] = torch.cat([there, more], 1)
-        known = torch.cat([ends[:-1], ends.new_tensor(of_its_own)])
-        step = max(16, self.tokens // MEAN_DOCUMENT)
-        count = -(-len(known) // step) * step + 1
-        ends = torch.cat([known, ends.new_full((count - len(known),), self.tokens)])
-        return batch | dict.fromkeys(_LENGTHS, ends) | dict.fromkeys(_LONGEST, self.longest) | {PADDING: missing}
+        return filled(batch, self.tokens, self.longest, self.pad_token_id)
+
+
+def filled(batch: dict[str, Any], tokens: int, longest: int, pad_token_id: int) -> dict[str, Any]:
+    """Fill a flat row of documents up to so many tokens.
+
+    Args:
+        longest: tokens of the longest document, and at least as many as are missing.
+    """
+    missing = tokens - batch["input_ids"].shape[1]
+    ends: Tensor = batch["cu_seq_lens_q"].clone()
+    last = int(ends[-1] - ends[-2])
+    # a document of padding where the last one would become too long
+    of_its_own = [] if last + missing <= longest else [int(ends[-1])]
+    after = torch.arange(missing) if of_its_own else torch.arange(last, last + missing)
+    index = batch["seq_idx"][0, -1] + bool(of_its_own)
+    filling = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "position_ids": after, "seq_idx": index}
+    rows = dict[str, Any]()
+    for name, value in filling.items():
+        there = batch[name]
+        rows[name] = torch.cat([there, torch.as_tensor(value, dtype=there.dtype).expand(1, missing)], 1)
+    known = torch.cat([ends[:-1], ends.new_tensor(of_its_own)])
+    step = max(16, tokens // MEAN_DOCUMENT)
+    count = -(-len(known) // step) * step + 1
+    ends = torch.cat([known, ends.new_full((count - len(known),), tokens)])
+    return {**batch, **rows, **dict.fromkeys(_LENGTHS, ends), **dict.fromkeys(_LONGEST, longest), PADDING: missing}
+
+
+def filled_to_a_step(batch: dict[str, Any], pad_token_id: int) -> dict[str, Any]:
+    """Fill a flat row of documents up by a sixteenth at most, so that few numbers of tokens come, again and again."""
+    there, longest = batch["input_ids"].shape[1], batch["max_length_q"]
+    step = max(16, 1 << max(0, there.bit_length() - 5))
+    tokens = -(-there // step) * step
+    return filled(batch, tokens, 1 << (max(longest, tokens - there) - 1).bit_length(), pad_token_id)

@@ -9,8 +9,20 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from tiny import VOCAB, chats, completions, double_copy, kl, texts, tiny_model, tiny_tokenizer, train_args
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from splits import capture_gradients
+from tiny import (
+    VOCAB,
+    assert_same_gradients,
+    chats,
+    completions,
+    double_copy,
+    kl,
+    texts,
+    tiny_model,
+    tiny_tokenizer,
+    train_args,
+)
 from trainings import OnStep, a_teacher, batches_of, distill, logged, supervised_logits, trained
 from trl.generation import vllm_generation
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -23,6 +35,7 @@ from liger_trainer.trainers.on_policy import DATASET, STUDENT, TEACHER, prompts_
 from liger_trainer.trainers.options import NOTHING_SAMPLED
 from liger_trainer.trainers.rows import AllowedIds
 from liger_trainer.trainers.samplers import ModelSampler
+from liger_trainer.trainers.step_graphs import PADDING
 
 EOS = VOCAB - 3
 
@@ -193,9 +206,15 @@ def test_options_of_generation_reach_it():
 
 
 def completed(batch):
-    """The prompts of a micro-batch, and the tokens behind them."""
-    prompts, rows = prompts_of(batch), zip(batch["input_ids"], batch["attention_mask"].sum(1), strict=True)
-    return prompts, [ids[len(prompt) : n].tolist() for prompt, (ids, n) in zip(prompts, rows, strict=True)]
+    """The prompts of a micro-batch, and the tokens behind them: of padded rows, or of those that lie end to end."""
+    if "cu_seq_lens_q" in batch:
+        sizes = batch["cu_seq_lens_q"].diff().tolist()
+        rows = zip(*(batch[name][0].split(sizes) for name in ("input_ids", "labels")), strict=True)
+    else:
+        sizes = batch["attention_mask"].sum(1).tolist()
+        rows = ((i[:n], x[:n]) for i, x, n in zip(batch["input_ids"], batch["labels"], sizes, strict=True))
+    begins = [(ids.tolist(), int((labels != -100).int().argmax())) for ids, labels in rows]
+    return [ids[:begin] for ids, begin in begins], [ids[begin:] for ids, begin in begins]
 
 
 def test_a_step_is_on_the_students_own_completions_with_its_own_tokens_as_denominator():
@@ -276,40 +295,78 @@ def test_runs_repeat_and_resume(tmp_path):
     assert not torch.equal(seeded.model.lm_head.weight, whole.model.lm_head.weight)
 
 
-def test_rows_of_like_length_share_a_micro_batch(monkeypatch):
-    """All rows of the step once, each with its own completion, the longest first; the loss stays as it is."""
+@pytest.mark.parametrize("how", ["packed", "filled", "padded"])
+@pytest.mark.parametrize("student", ["llama", "adapters"])
+def test_sampled_rows_lie_end_to_end_or_next_to_those_of_like_length(how, student, monkeypatch):
+    """All rows of the step once, each with its own completion. Loss and gradients are those of padded rows in order."""
     options = {"lmbda": 1.0, "max_steps": 1, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 2,
                "max_completion_length": 40}  # fmt: skip
-    trainer = make(completions(6), **options)
-    seen = batches_of(trainer)
-    logs = trained(trainer).state.log_history[0]
-    lengths = [batch["attention_mask"].sum(1).tolist() for batch in seen]
-    assert sum(lengths, []) == sorted(sum(lengths, []), reverse=True) and len({*map(tuple, lengths)}) > 1
+
+    def train():
+        model, teacher = tiny_model(), tiny_model("qwen3", seed=5)
+        if student == "adapters":
+            model, teacher = get_peft_model(model, LoraConfig(init_lora_weights=False)), "self"
+        trainer = make(completions(6), student=model, teacher=teacher, **options)
+        trainer._on_policy._packs &= how != "padded"
+        if how == "filled":  # as with layers in graphs
+            trainer._on_policy._collate.pad_to_multiple_of = 8
+        seen, gradients = batches_of(trainer), capture_gradients(trainer)
+        return trained(trainer).state.log_history[0], seen, gradients
+
+    logs, seen, gradients = train()
     monkeypatch.setattr(on_policy_file, "_OF_ANY_ROWS", set())
-    plain = make(completions(6), **options)
-    in_order = batches_of(plain)
-    want = trained(plain).state.log_history[0]
+    want, in_order, wanted = train()
 
     def rows(batches):
         return sorted((a, b) for batch in batches for a, b in zip(*completed(batch), strict=True))
 
+    sizes = [batch["input_ids"].numel() for batch in seen]
+    assert all(("attention_mask" in batch) == (how == "padded") != ("cu_seq_lens_q" in batch) for batch in seen)
+    if how == "filled":
+        assert all(size % 16 == 0 for size in sizes)
+        for batch in seen:
+            tokens = batch["input_ids"].numel() - batch[PADDING]
+            assert (batch["labels"][0, tokens:] == -100).all()
+            batch |= {name: batch[name][:, :tokens] for name in ("input_ids", "labels")}
+            batch["cu_seq_lens_q"] = batch["cu_seq_lens_q"].clamp(max=tokens).unique()
+    lengths = [[len(prompt) + len(answer) for prompt, answer in rows([batch])] for batch in seen]
+    if how == "packed":
+        assert sizes == [sum(each) for each in lengths] and max(sizes) - min(sizes) < max(sum(lengths, []))
     assert rows(seen) == rows(in_order)
-    assert sum(b["input_ids"].numel() for b in seen) < sum(b["input_ids"].numel() for b in in_order)
-    assert [logs[k] for k in ("loss", "grad_norm")] == pytest.approx([want[k] for k in ("loss", "grad_norm")], rel=1e-5)
+    assert sum(sizes) < sum(batch["input_ids"].numel() for batch in in_order)
+    names = ("loss", "grad_norm", "completion_length", "num_tokens", "reverse_kl")
+    assert [logs[name] for name in names] == pytest.approx([want[name] for name in names], rel=1e-5)
+    assert_same_gradients(gradients, wanted)
+
+
+def test_who_keeps_padded_rows():
+    """Own attention, eager attention, prefixes, teachers that look at rows."""
+    prefixes = get_peft_model(tiny_model(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    for model, teacher, options in (
+        (None, tiny_model("qwen3"), {"attention": "model"}),
+        (None, tiny_model("gemma2"), {}),
+        (prefixes, tiny_model("qwen3"), {}),
+        (tiny_model("gpt2"), tiny_model("gpt2", seed=1), {}),
+    ):
+        trainer = make(lmbda=1.0, student=model, teacher=teacher, **options)
+        seen = batches_of(trainer)
+        trainer.train()
+        assert seen and all("attention_mask" in batch for batch in seen)
 
 
 def test_the_ranks_rows_are_dealt_out_by_turns(monkeypatch):
     """Of as many rows each; else each rank keeps its own. That the gradients stay is in engines/."""
     trainer = make(lmbda=1.0)
-    for lengths, want in (
-        (((9, 2, 5, 1), (3, 8, 4, 7)), [[9, 7, 4, 2], [8, 5, 3, 1]]),
-        (((9, 2, 5, 1), (3, 8)), [[9, 5, 2, 1], [8, 3]]),
+    for lengths, parts, want in (
+        (((9, 2, 5, 1), (3, 8, 4, 7)), 1, [[9, 7, 4, 2], [8, 5, 3, 1]]),
+        (((9, 2, 5, 1), (3, 8, 4, 7)), 2, [[9, 4, 7, 2], [8, 3, 5, 1]]),
+        (((9, 2, 5, 1), (3, 8)), 1, [[9, 5, 2, 1], [8, 3]]),
     ):
         rows = [[{"input_ids": [0] * n} for n in each] for each in lengths]
         monkeypatch.setattr(on_policy_file, "gather_object", lambda _, rows=rows: rows)
         for rank in range(2):
             monkeypatch.setattr(type(trainer.accelerator), "process_index", rank)
-            dealt = trainer._on_policy._by_length(rows[rank])
+            dealt = trainer._on_policy._dealt(rows[rank], parts)
             assert [len(row["input_ids"]) for row in dealt] == want[rank]
 
 
@@ -380,8 +437,8 @@ def test_the_student_without_its_adapters_as_teacher(options):
     seen = batches_of(trainer)
     first, second = trained(trainer).state.log_history[:2]
     assert abs(first["forward_kl"]) < 1e-6 and (second["forward_kl"] > 1e-6) == ("seq_kd" in options)  # they learn
-    want = greedy().sample(tiny_model(), prompts_of(seen[0]), 0)
-    assert [row[row != -100].tolist() for row in seen[0]["labels"]] == want
+    prompts, answers = completed(seen[0])
+    assert answers == greedy().sample(tiny_model(), prompts, 0)
 
 
 # Rows

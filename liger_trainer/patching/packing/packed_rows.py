@@ -94,6 +94,15 @@ def why_documents_mix(model: Any, by_lengths: bool, trusted: bool = False) -> st
     return None
 
 
+def reads_documents(model: Any) -> bool:
+    """Whether a patched model, without PEFT around it, reads the documents of packed rows by their lengths, at once.
+
+    Eager attention, as models with softcaps or sinks have it, would read one document after the other.
+    """
+    names = {attention_implementation(config) for config in attention_configs(model)}
+    return names == {NAMES["sdpa"]} and why_documents_mix(model, by_lengths=True) is None
+
+
 def other_layers(model: Any, config: Any) -> list[str]:
     """Return the types of layers, or of modules, that mix tokens by something else than attention."""
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
