@@ -1,17 +1,14 @@
-"""Ways to a better student, each in the same time: on the dataset's rows, on-policy, on rows that the teacher wrote, by
-depth and width, smaller, and quantised students. docs/results/students-<device>.md is its page.
+"""Ways to a better student of a teacher that has learned three tasks, each in the same time on one device: its exact
+match, and how far it is from the teacher. docs/results/students-tasks-<device>.md is its page.
 
-    python -m benchmarks.students --train-seconds 60 --seconds 560
-    python -m benchmarks.students --ways one_stage on_policy --seeds 0    # adds to what the .json has
-    python -m benchmarks.students --ways one_stage on_policy mixed prefix tuned_first distilled_first --together \
-        --train-seconds 290 --seconds 530 --name whose-completions
-    python -m benchmarks.students --ways one_stage on_policy --together --train-seconds 600 --name students-10-minutes
-    python -m benchmarks.students --page                                   # writes the page again from the .json
+    python -m benchmarks.students --teacher-seconds 75 --train-seconds 60 --seconds 560 --folder work
+    python -m benchmarks.students --ways fine_tuned on_policy --seeds 3 4     # adds to what the .json has
+    python -m benchmarks.students --page                                      # writes the page again from the .json
 
-Every training is a run of a recipe, from one configuration, which ends after a time instead of a number of steps. All
-ways of one seed train at once and share the device, so each has the same seconds next to the same neighbours; with
-`--together`, those of all seeds do. What finishes is written at once; what is not done after `--seconds` is left to the
-next call.
+First the teacher is fine-tuned on the tasks, by the clock too. Every training is a run of a recipe, from one
+configuration, which ends after a time instead of a number of steps. All ways of one seed train at once and share the
+device, so each has the same seconds next to the same neighbours. What finishes is written at once; what is not done
+after `--seconds` is left to the next call, which finds the teacher and its answers in `--folder`.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -37,18 +35,27 @@ from .measure import release_memory
 from .processes import Process, context_for, say
 from .report import join_versions, provenance, slug, table, without_output, write
 
-CONFIG, TEACHER = "smollm2/distill_layerdrop", "demo:smollm2-135m-instruct"
-PACKAGES = ("torch", "triton", "transformers", "trl")
+CONFIG, TEACHER_CONFIG = "smollm2/distill_task", "smollm2/sft_task"
+TASKS = {
+    "size": 40000,
+    "datasets": [
+        {"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 3, "max_digits": 2}},
+        {"name": "word_sequence_reversal", "config": {"min_words": 2, "max_words": 6}},
+        {"name": "number_filtering", "config": {"min_numbers": 2, "max_numbers": 5, "max_decimals": 1}},
+    ],
+}
+PACKAGES = ("torch", "triton", "transformers", "trl", "reasoning-gym")
 WARMUP = 0.05  # share of a training's time in which the learning rate rises
 LENGTHENING = 0.6  # share of it in which completions become longer
-PREPARING, MEASURING = 90.0, 60.0  # seconds, about: before a wave's trainings, and after them
-LOSING_LAYERS = "~keep_every_nth_layer"
+MEASURING = 45.0  # seconds, about, before and after a wave's trainings
 METRICS = {
+    "exact_match": ("exact match", 3, 1),
+    **{f"exact_match/{task['name']}": (task["name"], 3, 1) for task in TASKS["datasets"]},
     "forward_kl": ("forward KL", 3, -1),
     "reverse_kl": ("reverse KL", 3, -1),
     "agreement_at_1": ("agreement@1", 3, 1),
-    "student_perplexity": ("perplexity", 1, -1),
 }  # their titles, digits, and 1 where more is better
+COMPARED, OF_TEACHER = ("exact_match", "forward_kl", "agreement_at_1"), "teacher_"
 # The 97.5 % quantile of Student's t with 1, 2, ... degrees of freedom.
 STUDENT_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 Runs = dict[str, dict[str, Any]]
@@ -58,97 +65,42 @@ Runs = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Student:
-    """What a student keeps of its teacher.
-
-    Attributes:
-        every_nth: keep every nth layer and the last.
-        layers: or this share of the layers, evenly spaced, the first and the last among them.
-        width: share of the units of each MLP, the most active ones; `init-student` makes these.
-    """
-
-    every_nth: int | None = None
-    layers: float = 1.0
-    width: float = 1.0
-
-    def settings(self, count: int) -> list[str]:
-        """Return the keys that make it, of a teacher with `count` layers."""
-        if self.every_nth is not None:
-            return [f"keep_every_nth_layer={self.every_nth}"]
-        keep = max(2, round(self.layers * count))
-        kept = sorted({round(i * (count - 1) / (keep - 1)) for i in range(keep)})
-        return [LOSING_LAYERS] if self.layers == 1 else [LOSING_LAYERS, f"keep_layers={kept}"]
-
-
-# Of SmolLM2-135M: 30 layers of 3.5 M parameters, 28 M in the embeddings, which are the head too.
-STUDENTS = {
-    "half": Student(every_nth=2),
-    "both": Student(layers=2 / 3, width=2 / 3),  # 20 layers of 1,024 units: the parameters of 15 layers of 1,536
-    "0.8": Student(layers=22 / 30),
-    "0.5": Student(layers=11 / 30),
-    "0.25": Student(layers=3 / 30, width=1 / 3),
-    "whole": Student(),
-}
-SIZES, FORMATS = ("0.8", "0.5", "0.25"), ("int4", "nvfp4")
-
-
-@dataclass(frozen=True)
 class Way:
-    """A way to train.
+    """A way to train: `settings` differ from the configuration; `rows` are "tasks", or the teacher's "answers".
 
     Attributes:
-        settings: what differs from the configuration.
-        rows: what it trains on: "docstrings", or "answers", which the teacher wrote.
-        use: settings of its training that its measurement needs too.
-        base: the way that it is compared with.
-        first: settings of a run before, from which it goes on; empty: there is none.
-        first_share: of the time that the run before has. What the second takes to load is in the time too, so that all
-            trainings end at one moment.
+        first: settings of a run in the first half of the time, from which it goes on; empty: there is none. What the
+            second takes to load is in the time too, so that all trainings end at one moment.
         first_tokens: of a completion at first; their number grows with the time, until LENGTHENING of it is over, as a
             schedule of max_completion_length grows with the steps.
+        cached: it learns from a cache of the teacher's likeliest tokens.
     """
 
     title: str
     settings: tuple[str, ...] = ()
-    student: str = "half"
-    rows: str = "docstrings"
-    use: tuple[str, ...] = ()
-    base: str = ""
+    rows: str = "tasks"
     first: tuple[str, ...] = ()
-    first_share: float = 0.5
     first_tokens: int | None = None
+    cached: bool = False
 
 
-BASE = "one_stage"
-FINE_TUNING = ("recipe=sft", "~teacher_model_name_or_path", "~beta")
-ON_POLICY = ("beta=1.0", "lmbda=1.0", "max_completion_length=96")
-LATER = (*ON_POLICY, "learning_rate=2e-4")  # a fifth of the first run's
+BASE, TOKENS = "fine_tuned", "max_completion_length=40"
+FINE_TUNING = ("recipe=sft", "~teacher_model_name_or_path", "~losses")
+KL, ON_POLICY = ("~losses", "beta=0.0"), ("~losses", "beta=1.0", "lmbda=1.0", TOKENS)
+LATER = (*ON_POLICY, "learning_rate=1e-4")  # a fifth of the first run's
+CACHE = (*KL, "teacher=cache", "cache_kind=topk", "cache_entries=64")
 # To compare another way, add it here.
 WAYS = {
-    BASE: Way("one stage: forward KL on the docstrings"),
-    "on_policy": Way("on-policy only: reverse KL", ON_POLICY, base=BASE),
-    "prefix": Way(
-        "on-policy only, from 16 tokens to 96 in the first 60 % of the time",
-        ON_POLICY,
-        base="on_policy",
-        first_tokens=16,
-    ),
-    "mixed": Way("half of the batches on-policy: JSD", (*ON_POLICY, "beta=0.5", "lmbda=0.5"), base=BASE),
-    "tuned_first": Way("half of the time fine-tuned, then on-policy", LATER, base=BASE, first=FINE_TUNING),
-    "distilled_first": Way(
-        "half of the time forward KL on the docstrings, then on-policy", LATER, base=BASE, first=("beta=0.0",)
-    ),
-    "answers": Way("data from the teacher: the docstrings' prompts, its answers", rows="answers", base=BASE),
-    "both": Way("depth and width: 2/3 of the layers, 2/3 of their units", student="both", base=BASE),
-    **{
-        f"distilled_{size}": Way(f"distilled, {size} of the parameters", student=size, base=f"tuned_{size}")
-        for size in SIZES
-    },
-    **{f"tuned_{size}": Way(f"fine-tuned, {size} of the parameters", FINE_TUNING, student=size) for size in SIZES},
-    **{
-        f"quantised_{qat}": Way(f"{qat}, quantised", ("learning_rate=5e-5",), "whole", use=(f"qat={qat}",))
-        for qat in FORMATS
-    },
+    BASE: Way("fine-tuned on the answers", FINE_TUNING),
+    "forward_kl": Way("forward KL on the answers", KL),
+    "kl_and_ce": Way("forward KL and cross-entropy on the answers, 0.5 each"),
+    "on_policy": Way("on-policy: reverse KL", ON_POLICY),
+    "mixed": Way("half of the batches on-policy: JSD", ("~losses", "beta=0.5", "lmbda=0.5", TOKENS)),
+    "tuned_first": Way("half of the time fine-tuned, then on-policy", LATER, first=FINE_TUNING),
+    "distilled_first": Way("half of the time forward KL, then on-policy", LATER, first=KL),
+    "prefix": Way("on-policy, from 4 tokens to all in the first 60 % of the time", ON_POLICY, first_tokens=4),
+    "cache": Way("forward KL from a cache of 64 tokens", CACHE, cached=True),
+    "answers": Way("fine-tuned on the teacher's samples", FINE_TUNING, rows="answers"),
 }
 
 
@@ -157,38 +109,47 @@ class Setup:
     """What all trainings have in common: `folder` has all that is written on the way, `rows` held-out rows measure."""
 
     folder: Path
-    teacher: str
-    layers: int
+    base: str
     seconds: float
     overrides: tuple[str, ...] = ()
-    rows: int = 256
+    rows: int = 512
 
-    def common(self, rows: str) -> list[str]:
+    @property
+    def teacher(self) -> str:
+        return str(self.folder / "teacher")
+
+    def common(self, of_teacher: bool = True) -> list[str]:
         return [
-            f"teacher_model_name_or_path={self.teacher}", f"dataset_name={self.folder / 'rows' / rows}",
-            "max_length=256", "per_device_train_batch_size=16", "per_device_eval_batch_size=16", "disable_tqdm=true",
-            "cuda_graphs=never", *self.overrides,
+            "max_length=128", "max_new_tokens=40", "per_device_train_batch_size=64", "per_device_eval_batch_size=128",
+            "learning_rate=5e-4", "disable_tqdm=true", "cuda_graphs=never", *self.overrides,
+            *([f"teacher_model_name_or_path={self.teacher}", "~keep_layers"] if of_teacher else []),
+        ]  # fmt: skip
+
+    def generated(self, size: int) -> list[str]:
+        """Return the settings of rows as they are generated; the held-out ones do not depend on how many there are."""
+        tasks = json.dumps({**TASKS, "size": size})
+        return ["dataset_name=reasoning_gym:composite", f"task_config={tasks}", f"max_eval_rows={self.rows}"]
+
+    def training(self, rows: str, where: Path, seed: int, of_teacher: bool = True) -> list[str]:
+        """Return the settings of a training. Its own measurements are short, and ask no question: all students are
+        measured alike afterwards."""
+        return [
+            *self.common(of_teacher), f"dataset_name={self.folder / 'rows' / rows}", "~task_config", "max_eval_rows=8",
+            f"seed={seed}", "max_steps=1000000", "num_sample_completions=0", f"output_dir={where}",
+            "overwrite_output_dir=true",
         ]  # fmt: skip
 
     def runs(self, way: str, seed: int) -> list[tuple[float, list[str]]]:
         """Return the runs of a training, mostly one: until which share of its time each has, and what it has over the
-        configuration. Their own measurements are short: all students are measured alike afterwards."""
-        chosen, student = WAYS[way], STUDENTS[WAYS[way].student]
-        where = self.folder / "runs" / f"{way}-{seed}"
-        common = [
-            *self.common(chosen.rows), f"seed={seed}", "max_steps=1000000", "logging_steps=10", "max_eval_rows=8",
-            "num_sample_completions=0",
-        ]  # fmt: skip
-        if student.width == 1:
-            start = [f"model_name_or_path={self.teacher}", *student.settings(self.layers)]
-        else:
-            start = [f"model_name_or_path={self.folder / 'students' / chosen.student}", LOSING_LAYERS]
-        runs: list[tuple[float, list[str]]] = []
+        configuration."""
+        chosen, where = WAYS[way], self.folder / "runs" / f"{way}-{seed}"
+        start, runs = [f"model_name_or_path={self.teacher}", "keep_every_nth_layer=2"], list[tuple[float, list[str]]]()
         if chosen.first:
-            first = f"{where}-first"
-            runs = [(chosen.first_share, [*common, f"output_dir={first}", *start, *chosen.first])]
-            start = [f"model_name_or_path={first}", LOSING_LAYERS]
-        return [*runs, (1.0, [*common, f"output_dir={where}", *start, *chosen.settings, *chosen.use])]
+            first = where.with_name(f"{where.name}-first")
+            runs = [(0.5, [*self.training(chosen.rows, first, seed), *start, *chosen.first])]
+            start = [f"model_name_or_path={first}"]
+        cache = [f"teacher_cache_dir={self.folder / 'cache'}"] if chosen.cached else []
+        return [*runs, (1.0, [*self.training(chosen.rows, where, seed), *start, *chosen.settings, *cache])]
 
 
 # What a process does
@@ -207,9 +168,6 @@ class ByTime(TrainerCallback):
     Args:
         wait: called before, so that all trainings start at once.
         start: when the training's clock has started, of a run that is not its first; 0: with this run.
-
-    Attributes:
-        start: the same, once the run has begun.
     """
 
     def __init__(self, seconds: float, wait: Callable[[], None], start: float = 0.0):
@@ -262,51 +220,34 @@ class StudentWorker:
         finally:
             release_memory()  # other processes share the device
 
-    def export_rows(self, setup: Setup, dataset: str) -> dict[str, int]:
-        """Write the docstrings once, so that not every training has to collect them."""
-        from liger_trainer.config.run_config import load_run_config
+    def export_rows(self, setup: Setup) -> dict[str, int]:
+        """Write the rows once, so that not every training has to make them."""
         from liger_trainer.run.data.datasets import load_run_datasets
 
-        data = load_run_datasets(load_run_config(CONFIG, [f"dataset_name={dataset}", "~max_eval_rows"], exact=True))
+        data = load_run_datasets(read(CONFIG, setup.generated(40 if self.tiny else TASKS["size"])))
         for split, rows in (("train", data.train), ("test", data.test)):
-            rows.to_json(setup.folder / "rows" / "docstrings" / f"{split}.jsonl", force_ascii=False)
+            rows.to_json(setup.folder / "rows" / "tasks" / f"{split}.jsonl", force_ascii=False)
         return {"train": len(data.train), "test": len(data.test)}
 
-    def write_answers(self, setup: Setup) -> int:
-        """Have the teacher answer the docstrings' prompts by `liger-trainer generate`; return the number of rows."""
-        import torch
+    def tune_teacher(self, setup: Setup) -> dict[str, Any]:
+        """Fine-tune the teacher by the clock."""
+        settings = setup.training("tasks", Path(setup.teacher), 0, of_teacher=False)
+        settings += [f"model_name_or_path={setup.base}", "learning_rate=2e-4"]
+        return run_by_clock(read(TEACHER_CONFIG, settings), ByTime(setup.seconds, list))
 
-        from liger_trainer.extras.generate.options import GenerateOptions
-        from liger_trainer.extras.generate.run import generate
+    def write_answers(self, setup: Setup) -> None:
+        """Have the teacher answer the rows' prompts."""
+        rows, (count, batch) = setup.folder / "rows", (3, 4) if self.tiny else (12000, 1024)
+        kept = ("keep_unfinished=true", "near_duplicates=1", "max_repetition=1")  # whatever it says
+        command("generate", setup.teacher, str(rows / "answers"), f"prompts={rows / 'tasks'}", f"num_rows={count}",
+                f"batch_size={batch}", "max_new_tokens=40", *kept)  # fmt: skip
 
-        count, batch, tokens = (3, 4, 8) if self.tiny else (1500, 512, 192)
-        options = GenerateOptions(
-            num_rows=count, batch_size=batch, seed=0, keep_unfinished=True, max_new_tokens=tokens,
-            prompts=str(setup.folder / "rows" / "docstrings"), max_prompt_tokens=96,
-            dtype="bfloat16" if torch.cuda.is_available() else "float32",
-        )  # fmt: skip
-        return generate(setup.teacher, setup.folder / "rows" / "answers", options).rows
-
-    def make_student(self, setup: Setup, name: str) -> dict[str, int]:
-        """Make a student of fewer units by `init-student`, which measures them on training rows."""
-        from liger_trainer.config.run_config import load_run_config
-        from liger_trainer.extras.students.make import make_student
-        from liger_trainer.run.models import open_model
-
-        student, rows = STUDENTS[name], setup.folder / "rows" / "docstrings" / "train.jsonl"
-        settings = [*setup.common("docstrings"), f"model_name_or_path={setup.teacher}", *student.settings(setup.layers)]
-        settings += [f"dataset_name={rows}", "dataset_test_split=train", "max_eval_rows=64"]
-        files = open_model(load_run_config(CONFIG, settings, exact=True), "model_name_or_path")
-        units = round(student.width * files.config.get_text_config(decoder=True).intermediate_size)
-        settings += [f"student_output_dir={setup.folder / 'students' / name}", f"student_intermediate_size={units}"]
-        return make_student(load_run_config(CONFIG, settings, exact=True).on_this_machine())[1].parameters
+    def capture(self, setup: Setup) -> None:
+        """Write the cache of the teacher's likeliest tokens."""
+        command("cache", CONFIG, *setup.runs("cache", 0)[0][1])
 
     def train(self, setup: Setup, way: str, seed: int, together: int) -> dict[str, Any]:
-        """Train a student, measure it against the teacher, and return what the page needs.
-
-        `together`: how many trainings wait for each other before their first step.
-        """
-        from liger_trainer.config.run_config import load_run_config
+        """Train a student, as soon as so many trainings together are ready, and measure it against the teacher."""
 
         def wait() -> None:
             (setup.folder / f"ready-{way}-{seed}").touch()
@@ -317,29 +258,44 @@ class StudentWorker:
         start, facts, output = 0.0, dict[str, Any](), Path()
         try:
             for until, settings in setup.runs(way, seed):
-                config = load_run_config(CONFIG, settings, exact=True)
                 clock = ByTime(setup.seconds * until, wait, start)
-                run_by_clock(config, clock, WAYS[way].first_tokens)
+                training = run_by_clock(config := read(CONFIG, settings), clock, WAYS[way].first_tokens)
                 start, output = clock.start, Path(config["output_dir"])
-                training = json.loads((output / "metrics.json").read_text())["training"]
                 facts = {key: facts.get(key, 0) + training[key] for key in ("steps", "tokens", "seconds")}
                 facts |= {key: training[key] for key in ("parameters", "peak_memory_mib")}
                 release_memory()
         finally:  # the others do not wait for one that fails
             (setup.folder / f"ready-{way}-{seed}").touch()
-        return {"held_out": self.measure(setup, way, str(output)), **facts, "neighbours": together - 1}
+        return {"held_out": self.measure(setup, str(output)), **facts, "neighbours": together - 1}
 
-    def measure(self, setup: Setup, way: str, student: str) -> dict[str, float]:
-        """Return what `liger-trainer eval` says of a student, used as those of a way are, on held-out docstrings."""
+    def measure(self, setup: Setup, student: str) -> dict[str, float]:
+        """Return what `liger-trainer eval` says of a student on held-out rows, against the teacher."""
         from liger_trainer.tools.evaluate import evaluate, subject_of
 
-        where = [f"model_name_or_path={student}", LOSING_LAYERS, f"max_eval_rows={setup.rows}"]
-        metrics = evaluate(subject_of(CONFIG, [*setup.common("docstrings"), *where, *WAYS[way].use])).metrics
-        return {name: metrics[name] for name in METRICS if name in metrics}
+        settings = [*setup.common(), *setup.generated(1), f"model_name_or_path={student}"]
+        metrics = evaluate(subject_of(CONFIG, settings)).metrics
+        return {name: x for name, x in metrics.items() if name.removeprefix(OF_TEACHER) in METRICS}
 
 
-def run_by_clock(config: Any, clock: ByTime, first_tokens: int | None) -> None:
-    """Run a configuration's recipe until the time is over."""
+def read(config: str, settings: Sequence[str]) -> Any:
+    from liger_trainer.config.run_config import load_run_config
+
+    return load_run_config(config, settings, exact=True)
+
+
+def command(*words: str) -> None:
+    """Run `liger-trainer WORD ...` in this process."""
+    from liger_trainer.cli.app import main
+
+    try:
+        main(list(words))
+    except SystemExit as end:
+        if end.code:
+            raise RuntimeError(f"liger-trainer {words[0]} ended with exit code {end.code}") from None
+
+
+def run_by_clock(config: Any, clock: ByTime, first_tokens: int | None = None) -> dict[str, Any]:
+    """Run a configuration's recipe until the time is over; return the facts about its training."""
     from liger_trainer.recipes import distill, sft
 
     recipe = {"sft": sft, "distill": distill}[config.recipe]
@@ -353,7 +309,7 @@ def run_by_clock(config: Any, clock: ByTime, first_tokens: int | None) -> None:
         return trainer
 
     with mock.patch.object(recipe, "load_trainer", load_trainer):
-        recipe.main(config.on_this_machine())
+        return json.loads((recipe.main(config.on_this_machine()) / "metrics.json").read_text())["training"]
 
 
 # Running
@@ -374,12 +330,12 @@ class Record:
     def put(self, part: str, name: str, result: Any, failure: str | None) -> None:
         """Keep the result under `part` and `name`; a run's name is WAY-SEED."""
         say(name, failure or json.dumps(result)[:200])
+        self.content["failures"].pop(name, None)
         if failure is not None:
             self.content["failures"][name] = failure
         elif part == "runs":
             way, _, seed = name.rpartition("-")
             self.content["runs"].setdefault(way, {})[seed] = result
-            self.content["failures"].pop(name, None)
         else:
             self.content[part][name] = result
         self.save()
@@ -403,34 +359,41 @@ def together(part: str, tasks: dict[str, tuple[Any, ...]], record: Record, tiny:
             process.close()
 
 
-def run(options: argparse.Namespace, setup: Setup, record: Record) -> None:
-    """Prepare, then train wave after wave: what shares the device, of which there is no result yet."""
-    deadline, runs = time.monotonic() + options.seconds, record.content["runs"]
-    waves = [[(w, s) for w in WAYS if w in options.ways and str(s) not in runs.get(w, {})] for s in options.seeds]
-    waves = [wave for wave in ([sum(waves, [])] if options.together else waves) if wave]
-    ways = [WAYS[way] for way in dict.fromkeys(way for wave in waves for way, _ in wave)]
-    together("before", {"rows": ("export_rows", setup, options.dataset)}, record, options.tiny, deadline)
-    tasks: dict[str, tuple[Any, ...]] = {
-        f"student-{name}": ("make_student", setup, name)
-        for name in dict.fromkeys(way.student for way in ways) if STUDENTS[name].width < 1
-    }  # fmt: skip
+def prepare(options: argparse.Namespace, setup: Setup, record: Record, deadline: float) -> None:
+    """Make what the trainings need, as far as the folder does not have it."""
+
+    def make(**tasks: tuple[Any, ...]) -> None:
+        left = {name: task for name, task in tasks.items() if not (setup.folder / f"done-{name}").is_file()}
+        together("before", left, record, options.tiny, deadline)
+        for name in left.keys() - record.content["failures"].keys():
+            (setup.folder / f"done-{name}").touch()
+
+    make(rows=("export_rows", setup))
+    make(teacher=("tune_teacher", replace(setup, seconds=options.teacher_seconds)))
+    ways = [WAYS[way] for way in options.ways]
+    tasks: dict[str, tuple[Any, ...]] = {}
     tasks |= {"answers": ("write_answers", setup)} if any(way.rows == "answers" for way in ways) else {}
-    tasks |= {name: ("measure", setup, name, setup.teacher) for name, way in WAYS.items() if way.use and way in ways}
+    tasks |= {"cache": ("capture", setup)} if any(way.cached for way in ways) else {}
     if not options.tiny:  # so that the kernels are compiled before all trainings ask for them at once
-        short = replace(setup, seconds=min(4.0, setup.seconds), rows=16)
-        tasks |= {
-            f"warm-{way}": ("train", short, way, 1000, 1)
-            for way in (BASE, "tuned_0.5", "on_policy")
-            if WAYS[way] in ways
-        }
-    together("before", tasks, record, options.tiny, min(deadline, time.monotonic() + PREPARING))
-    for wave in waves:
+        short = replace(setup, seconds=3.0, rows=16)
+        warmed = {BASE, "kl_and_ce", "on_policy", "mixed"} & set(options.ways)
+        tasks |= {f"warm-{way}": ("train", short, way, 1000, 1) for way in warmed}
+    make(**tasks)
+
+
+def run(options: argparse.Namespace, setup: Setup, record: Record) -> None:
+    """Prepare, then train seed after seed the ways of which there is no result yet."""
+    deadline, runs = time.monotonic() + options.seconds, record.content["runs"]
+    waves = {seed: [way for way in options.ways if str(seed) not in runs.get(way, {})] for seed in options.seeds}
+    if any(waves.values()):
+        prepare(options, setup, record, deadline)
+    for seed, ways in waves.items():
         if time.monotonic() + 0.9 * (options.train_seconds + MEASURING) > deadline:
-            say(f"seed {wave[0][1]}", "no time is left for it")
+            say(f"seed {seed}", "no time is left for it")
             break
         for ready in setup.folder.glob("ready-*"):
             ready.unlink()
-        trainings = {f"{way}-{seed}": ("train", setup, way, seed, len(wave)) for way, seed in wave}
+        trainings = {f"{way}-{seed}": ("train", setup, way, seed, len(ways)) for way in ways}
         together("runs", trainings, record, options.tiny, deadline)
 
 
@@ -469,40 +432,49 @@ def difference(runs: Runs, way: str, base: str, metric: str) -> str:
 def page(content: dict[str, Any]) -> str:
     """Return the Markdown of what the .json holds."""
     runs: Runs = content["runs"]
-    seconds, titles = content["conditions"]["train_seconds"], [title for title, _, _ in METRICS.values()]
-    neighbours = sorted({run["neighbours"] for seeds in runs.values() for run in seeds.values()})
+    seconds, teacher = content["conditions"]["train_seconds"], content["conditions"]["teacher_seconds"]
+    every = [run for seeds in runs.values() for run in seeds.values()]
+    neighbours = " or ".join(str(count) for count in sorted({run["neighbours"] for run in every}))
     lines = [f"# Better students, in the same {seconds:g} seconds", ""]
     for call in content.get("calls", []):
         lines += [f"- {call['device']}, {call['date']}, commit {call['commit']}: `{call['command']}`; "
                   f"{join_versions(call['packages'])}"]  # fmt: skip
     lines += [
-        f"- Each training has {seconds:g} seconds of wall-clock time, next to "
-        f"{' or '.join(map(str, neighbours)) or 'no'} others that start at the same moment and share the device: "
-        "that is what equal time means here. Loading and measuring are not counted. The learning rate rises for 5 % of "
-        "the time, and falls as half a cosine.",
-        "- SmolLM2-135M-Instruct teaches, on docstrings of the Python standard library, 16 rows of up to 256 tokens a "
-        "step. Every student is measured by `liger-trainer eval` on held-out rows against the teacher as it was. KLs "
-        "in nats a token.",
+        f"- Teacher: SmolLM2-135M-Instruct, fine-tuned for {teacher:g} seconds on three tasks of reasoning-gym. Every "
+        "student begins as half of its layers.",
+        f"- Each training has {seconds:g} seconds of wall-clock time, next to {neighbours or 'no'} others that start "
+        "at the same moment and share the device: that is what equal time means here. Loading and measuring are not "
+        "counted. The learning rate rises for 5 % of the time, and falls as half a cosine.",
+        f"- Measured by `liger-trainer eval` on {content['before'].get('rows', {}).get('test', '')} held-out "
+        "questions: greedy answers by reasoning-gym's own checkers; the distance from the teacher on "
+        "the right answers, KLs in nats a token.",
         "- Mean over the seeds ± half of the 95 % confidence interval (Student's t); no interval for one seed.", "",
     ]  # fmt: skip
-    rows = [["nothing yet: " + WAYS[way].title, "", *(f"{before[m]:.{METRICS[m][1]}f}" for m in METRICS), "", "", ""]
-            for way, before in content["before"].items() if way in WAYS and WAYS[way].use]  # fmt: skip
-    rows += [_row(way, list(runs[way].values())) for way in WAYS if way in runs]
-    lines += table(["", "parameters", *titles, "steps", "tokens learned from", "seeds"], rows)
-    compared = [way for way in WAYS if way in runs and WAYS[way].base in runs]
+    rows = [_row("the teacher", every, OF_TEACHER)] if every else []
+    rows += [_row(WAYS[way].title, list(runs[way].values())) for way in WAYS if way in runs]
+    lines += table(["", *(title for title, *_ in METRICS.values()), "steps", "tokens learned from", "seeds"], rows)
+    compared = [(way, base) for base in (BASE, "forward_kl") for way in WAYS if {way, base} <= runs.keys()
+                and way not in (BASE, base)]  # fmt: skip
     if compared:
-        lines += ["", "Paired by seed; better and worse where the interval leaves 0 out:", ""]
-        cells = [[f"{WAYS[way].title}, less: {WAYS[WAYS[way].base].title}",
-                  *(difference(runs, way, WAYS[way].base, m) for m in METRICS)] for way in compared]  # fmt: skip
-        lines += table(["", *titles], cells)
+        lines += ["", "Differences, paired by seed; better and worse where the interval leaves 0 out:", ""]
+        cells = [[f"{WAYS[way].title}, less: {WAYS[base].title}", *(difference(runs, way, base, m) for m in COMPARED)]
+                 for way, base in compared]  # fmt: skip
+        lines += table(["", *(METRICS[m][0] for m in COMPARED)], cells)
     failures = [f"- {name}: {why}" for name, why in content["failures"].items()]
     return "\n".join([*lines, *(["", "## Not measured", "", *failures] if failures else [])]) + "\n"
 
 
-def _row(way: str, each: list[dict[str, Any]]) -> list[str]:
-    held_out = [interval([run["held_out"][m] for run in each if m in run["held_out"]], METRICS[m][1]) for m in METRICS]
-    counts = [f"{mean(run[key] for run in each):,.0f}" for key in ("steps", "tokens")]
-    return [WAYS[way].title, f"{each[0]['parameters']:,}", *held_out, *counts, str(len(each))]
+def _row(title: str, each: list[dict[str, Any]], of: str = "") -> list[str]:
+    measured = {m: [run["held_out"][f"{of}{m}"] for run in each if f"{of}{m}" in run["held_out"]] for m in METRICS}
+    held_out = [interval(values, METRICS[m][1]) for m, values in measured.items()]
+    if of:  # one model, whatever is measured with it
+        return [title, *(text.partition(" ")[0] for text in held_out), "", "", ""]
+    return [
+        title,
+        *held_out,
+        *(f"{mean(run[key] for run in each):,.0f}" for key in ("steps", "tokens")),
+        str(len(each)),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -510,15 +482,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one wave each")
-    parser.add_argument("--together", action="store_true", help="one wave of all seeds")
     parser.add_argument("--train-seconds", type=float, default=60.0, help="of each training")
+    parser.add_argument("--teacher-seconds", type=float, default=60.0, help="of the teacher's")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of the whole call")
-    parser.add_argument("--teacher", default=TEACHER)
-    parser.add_argument("--dataset", default="demo:python_docstrings")
-    parser.add_argument("--tiny", action="store_true", help="few rows and tokens: it runs, its figures mean nothing")
+    parser.add_argument("--base", default="demo:smollm2-135m-instruct", help="what becomes the teacher")
+    parser.add_argument("--folder", type=Path, help="keeps the teacher and its answers; default: a temporary one")
+    parser.add_argument("--tiny", action="store_true", help="few rows: its figures mean nothing")
     parser.add_argument("--page", action="store_true", help="write the page from the .json, and measure nothing")
     parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder for the .md and the .json")
-    parser.add_argument("--name", default="students", help="what their names begin with")
+    parser.add_argument("--name", default="students-tasks", help="what their names begin with")
     options, overrides = parser.parse_known_args(arguments)
     where = provenance(PACKAGES)
     path = options.output / f"{options.name}-{slug(where['device'])}.json"
@@ -526,19 +498,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return Record(path, {}).save()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # what is free is free for the others
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    from transformers import AutoConfig
-
-    from liger_trainer.extras.demo import resolve_model
-
-    layers = AutoConfig.from_pretrained(resolve_model(options.teacher)).num_hidden_layers  # builds the demo model
-    conditions = {"device": where["device"], "train_seconds": options.train_seconds, "teacher": options.teacher}
+    names = ("train_seconds", "teacher_seconds", "base")
+    conditions = {"device": where["device"], **{name: getattr(options, name) for name in names}}
     record = Record(path, {**conditions, "overrides": overrides})
     call = {"command": f"python -m benchmarks.students {shlex.join(without_output(arguments))}".strip(), **where}
     record.content.setdefault("calls", []).append(call)
-    with tempfile.TemporaryDirectory(prefix="students-", ignore_cleanup_errors=True) as name:
-        (Path(name) / "rows" / "docstrings").mkdir(parents=True)
-        rows = 4 if options.tiny else 256
-        run(options, Setup(Path(name), options.teacher, layers, options.train_seconds, tuple(overrides), rows), record)
+    kept = nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with kept as name:
+        folder = Path(name).absolute()
+        (folder / "rows" / "tasks").mkdir(parents=True, exist_ok=True)
+        rows = 4 if options.tiny else 512
+        run(options, Setup(folder, options.base, options.train_seconds, tuple(overrides), rows), record)
     record.save()
     print(page(record.content))
 

@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import Any
 
 DEMO = "demo:"  # begins the name of a model or a data set that is made on this machine
+LM_EVAL = "lm_eval/"  # begins the name of a metric of lm-eval-harness
+TASK = "reasoning_gym:"  # begins the name of a data set of generated questions with a checker
 
 # what is set: the module below extras
 PLUGINS = {
@@ -17,6 +19,8 @@ PLUGINS = {
     "vocab_parallel": "vocab_parallel.heads",
     "qat": "qat",
     DEMO: "demo",
+    TASK: "tasks",
+    "lm_eval": "lm_harness",
     "vocab_parallel_trainer": "vocab_parallel.trainer",
     "selfcheck": "op_checks",
 }
@@ -36,6 +40,12 @@ _OF_TRAINERS = (
 def load(name: str) -> Any:
     """Import the module that serves a setting, by its name in `PLUGINS`."""
     return import_module(f"{__package__}.extras.{PLUGINS[name]}")
+
+
+def measure_task(trainer: Any, config: Any, data: Any) -> None:
+    """Have a trainer's evaluations score answers where its rows are those of a task with a checker."""
+    if (config["dataset_name"] or "").startswith(TASK):
+        load(TASK).measure_with(trainer, config, data)
 
 
 class TrainerPlugin:

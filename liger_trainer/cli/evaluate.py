@@ -6,14 +6,18 @@ import gc
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .. import plugins
 from ..errors import ConfigError
+from ..plugins import LM_EVAL
 from ._shared import AsJson, Force, out_of_memory, quieten, show_notices, write_new
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..tools.evaluate import Evaluation, Subject
 
 TAKES_LESS = "What takes less: a smaller per_device_eval_batch_size, a smaller max_length, dtype=bfloat16."
@@ -29,11 +33,18 @@ def evaluate(
         ),
     ],
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON to this file.")] = None,
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(
+            "--lm-eval", metavar="TASKS", help="Measure these tasks of lm-eval-harness too: names, files, with commas."
+        ),
+    ] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate students on the held-out rows: divergences from the teacher, agreement, perplexity, calibration."""
     names, overrides = split_targets(targets)
+    harness = None if lm_eval is None else plugins.load("lm_eval").harness(lm_eval)
     if output is not None and output.exists() and not force:
         raise ConfigError(f"{output} exists; choose another name or add --force.")
     quieten()
@@ -44,7 +55,7 @@ def evaluate(
     for subject in subjects:
         show_notices(subject.config)
     with contextlib.redirect_stdout(sys.stderr):  # trainers print, and the output may be JSON
-        found = [_evaluate(subject) for subject in subjects]
+        found = [_evaluate(subject, harness) for subject in subjects]
     text = json.dumps({"evaluations": [dataclasses.asdict(e) for e in found], **_circumstances()}, indent=2)
     if output is not None:
         write_new(output, text + "\n", force)
@@ -68,14 +79,14 @@ def split_targets(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:first], arguments[first:]
 
 
-def _evaluate(subject: "Subject") -> "Evaluation":
+def _evaluate(subject: "Subject", more: "Callable[[Any], dict[str, float]] | None") -> "Evaluation":
     import torch
 
     from ..tools.evaluate import evaluate as run
 
     try:
         with out_of_memory(TAKES_LESS):
-            return run(subject)
+            return run(subject, more)
     finally:
         # Trainer and model refer to each other, so that only this frees them.
         gc.collect()
@@ -93,17 +104,18 @@ def _print(found: "list[Evaluation]") -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from ..run.reports.tables import MetricRow, shown_rows
     from ..tools.evaluate import ROWS
 
     console = Console(highlight=False)
     table = Table("held-out metric")
     for evaluation in found:
         table.add_column(evaluation.name, justify="right", overflow="fold")
-    shown = {row.metric: row for evaluation in found for row in ROWS[evaluation.recipe]}
-    for row in shown.values():
+    of_harness = MetricRow(LM_EVAL, "lm-eval")
+    rows = {row.metric: row for evaluation in found for row in (*ROWS[evaluation.recipe], of_harness)}
+    for row in shown_rows(rows.values(), [evaluation.metrics for evaluation in found]):
         values = [evaluation.metrics.get(row.metric) for evaluation in found]
-        if any(value is not None for value in values):
-            table.add_row(row.title, *("" if value is None else f"{value:.{row.digits}f}" for value in values))
+        table.add_row(row.title, *("" if value is None else f"{value:.{row.digits}f}" for value in values))
     console.print(table)
     for evaluation in found:
         against = f" against {evaluation.teacher}" if evaluation.teacher else ""

@@ -69,6 +69,11 @@ class RunOptions:
             )
         ],
     )
+    task_config: dict[str, Any] | None = option(
+        None,
+        "Of a dataset_name that begins with reasoning_gym: the settings of the task, by that package's names: its "
+        "difficulty, seed (0) and size (5,000 training rows).",
+    )
     max_eval_rows: int | None = option(None, "Evaluate on the first so many held-out rows instead of all.", ge=1)
     bad_rows: str = option(
         "error",

@@ -16,6 +16,7 @@ from rich.console import Console
 from transformers import Trainer
 from trl import get_peft_config
 
+from .. import plugins
 from ..common.files import METRICS, REPORT, write_atomically, writing_to
 from ..common.weights import merged
 from ..compat.trainers import model_card_tags
@@ -96,6 +97,7 @@ def load_trainer(run: OpenedRun, trainer_class: type[TrainerT], args: Any, **tea
             **teacher,
         )
     _name_base_for_good(trainer.model)
+    plugins.measure_task(trainer, config, run.data)
     if trainer.row_facts:  # rows with images are prepared batch by batch
         print_rows(run.console, trainer.row_facts)
     return trainer

@@ -95,15 +95,17 @@ def compare(
     ]
 
 
-def held_out_prompts(config: "RunConfig", data: RunData, processing: Any) -> list[Prompt]:
-    """Return as many prompts as `num_sample_completions` says, from rows spread evenly over the held-out rows.
+def held_out_prompts(config: "RunConfig", data: RunData, processing: Any, count: int | None = None) -> list[Prompt]:
+    """Return so many prompts, from rows spread evenly over the held-out rows.
 
     Args:
         processing: the tokenizer, or, for rows with images, the processor.
+        count: default: what `num_sample_completions` says.
 
     Call it after the trainer is made: it may change the chat template. A prompt longer than `max_length` keeps its end.
     """
-    count, form = min(config["num_sample_completions"], len(data.test)), data.facts.form
+    count = config["num_sample_completions"] if count is None else count
+    count, form = min(count, len(data.test)), data.facts.form
     rows = [data.test[i * len(data.test) // count] for i in range(count)]
     if data.facts.images is not None:
         return [_prompt_with_images(row, form, processing, config["dataset_text_field"]) for row in rows]
@@ -195,16 +197,7 @@ def complete(
     Args:
         model: a transformers or PEFT model; it is left in the mode it was in.
     """
-    # It may name several tokens, such as the end of a turn and of a text; a tokenizer knows one.
-    stop = model.generation_config.eos_token_id if model.generation_config else None
-    settings = GenerationConfig(
-        # Greedy, so that before and after differ by training and not by chance.
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        use_cache=True,
-        eos_token_id=tokenizer.eos_token_id if stop is None else stop,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-    )
+    settings = _greedy(model, tokenizer, max_new_tokens)
     silent = None if is_main_process() else True  # None: where there is no terminal
     # Learned positions end somewhere, and an index beyond them fails on the device.
     device, positions, decoder = device_of(model), known_positions(base_of(model)), Decoder(gathers=False)
@@ -218,6 +211,28 @@ def complete(
         (answer,) = decoder.complete(model, [tokens], settings, seed=0, most_tokens=most, **images)
         texts.append(_decode(tokenizer, answer))
     return texts
+
+
+def texts_of(
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_new_tokens: int, decoder: Decoder,
+    at_once: int,
+) -> list[str]:  # fmt: skip
+    """Return greedy completions of prompts without images, `at_once` of them together."""
+    settings, tokens = _greedy(model, tokenizer, max_new_tokens), [prompt.input_ids for prompt in prompts]
+    return [_decode(tokenizer, ids) for ids in decoder.complete(model, tokens, settings, seed=0, at_once=at_once)]
+
+
+def _greedy(model: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> GenerationConfig:
+    # It may name several tokens, such as the end of a turn and of a text; a tokenizer knows one.
+    stop = model.generation_config.eos_token_id if model.generation_config else None
+    return GenerationConfig(
+        # Greedy, so that before and after differ by training and not by chance.
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        use_cache=True,
+        eos_token_id=tokenizer.eos_token_id if stop is None else stop,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+    )
 
 
 def complete_by_each(

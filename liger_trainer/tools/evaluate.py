@@ -6,7 +6,7 @@ The trainers measure; calibration is added here.
 import dataclasses
 import math
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 from trl import get_peft_config
 
+from .. import plugins
 from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG
 from ..common.weights import ADAPTER, DamagedWeightsError, with_adapter
@@ -100,8 +101,11 @@ def subject_of(target: str, overrides: Iterable[str]) -> Subject:
     return Subject(target, load_run_config(str(settings), overrides, exact=True, found=True), path)
 
 
-def evaluate(subject: Subject) -> Evaluation:
+def evaluate(subject: Subject, more: Callable[[Any], dict[str, float]] | None = None) -> Evaluation:
     """Measure on the held-out rows.
+
+    Args:
+        more: returns further metrics of the trainer's model.
 
     Raises:
         ConfigError: a model that cannot be loaded, a teacher with another tokenizer.
@@ -122,7 +126,8 @@ def evaluate(subject: Subject) -> Evaluation:
             check_same_tokenizer(entry_config, files, teacher)
         paths = {name: teacher.path for name, (_, teacher) in teachers.items()}
         trainer = _trainer(subject, config, data, base, files, paths)
-        measured = trainer.evaluate()
+        plugins.measure_task(trainer, config, data)
+        measured = {**trainer.evaluate(), **(more(trainer) if more else {})}
         unlearned = _unlearned(trainer) if config.recipe == "distill" else ()
     metrics = {name.removeprefix("eval_"): value for name, value in measured.items() if isinstance(value, float)}
     metrics = {name: value for name, value in metrics.items() if name not in unlearned}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import plugins
 from ...errors import ConfigError, DataError
-from ...plugins import DEMO
+from ...plugins import DEMO, TASK
 from ...trainers.chat_rows import JsonAsWritten, encoded
 from .row_checks import BadRows, form_of, kind_of, learned_answers, row_problem
 
@@ -254,10 +254,15 @@ def load_source(config: "RunConfig", bad: BadRows) -> LoadedDataset:
     if config["datasets"]:
         return _load_mixture(config)
     path = Path(name).expanduser()
-    if config["dataset_config"] is not None and (name.startswith(DEMO) or path.exists()):
+    if config["task_config"] is not None and not name.startswith(TASK):
+        raise config.error("task_config", f"has no effect: {name} is no task, whose name begins with {TASK}")
+    if config["dataset_config"] is not None and (name.startswith((DEMO, TASK)) or path.exists()):
         raise config.error("dataset_config", f"has no effect: {name} is not a dataset of the hub.")
     if name.startswith(DEMO):
         return _load_demo(config)
+    if name.startswith(TASK):
+        rows = plugins.load(TASK).load_task(config)
+        return LoadedDataset({"train": rows.train, "test": rows.test}, _row_of, rows.licence, rows.held_out)
     if path.is_file():
         return _load_files(config, bad, {"train": [path]})
     if path.is_dir():

@@ -14,6 +14,7 @@ from ...secrets import redact
 from .drawing import SERIES, Drawing, draw, points, reading
 from .tables import (
     DISTILL_ROWS,
+    EXACT_MATCH,
     OTHER_TOKENS_ROWS,
     SFT_ROWS,
     Completion,
@@ -70,7 +71,7 @@ def verdict(
         before, after: held-out metrics by their names without `eval_`.
         models: `student` and `teacher` with `parameters`, as far as they are there.
     """
-    rows = (*OTHER_TOKENS_ROWS, *DISTILL_ROWS) if recipe == "distill" else SFT_ROWS
+    rows = (EXACT_MATCH, *((*OTHER_TOKENS_ROWS, *DISTILL_ROWS) if recipe == "distill" else SFT_ROWS))
     judged = [row for row in rows if row.better and row.metric in before and row.metric in after]
     if not judged:
         return None

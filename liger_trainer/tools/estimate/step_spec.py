@@ -21,7 +21,7 @@ from ...errors import ConfigError, LigerTrainerError
 from ...losses.answers import RecordedAnswer, SparseAnswer, TokenTargets
 from ...losses.spec import LossOptions
 from ...patching.patcher import PatchOptions
-from ...plugins import DEMO
+from ...plugins import DEMO, TASK
 from ...run.drop_layers import kept_indices, thinned_config
 from ...run.launch import launcher_arguments
 from ...teachers.cache.records import HiddenFormat, RecordFormat, TeacherHead
@@ -185,7 +185,7 @@ class RowLengths:
 def row_lengths(config: "RunConfig") -> RowLengths | str:
     """Measure the training rows, or say why that is not possible."""
     name = config["dataset_name"]
-    if config["datasets"] or not (name.startswith(DEMO) or Path(name).expanduser().exists()):
+    if config["datasets"] or not (name.startswith((DEMO, TASK)) or Path(name).expanduser().exists()):
         return "the dataset is not local"
     from ...run.data.datasets import load_run_datasets
     from ...run.models import open_model

@@ -1,0 +1,210 @@
+"""Tasks of reasoning-gym: their rows, exact match in evaluations, and lm-eval-harness."""
+
+import builtins
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+from commands import call, done, metrics, refused, save_models, settings, without_report
+from tiny import WORDS, tiny_tokenizer
+
+from liger_trainer.config.run_config import load_run_config
+from liger_trainer.extras import tasks
+from liger_trainer.extras.tasks import reasoning_gym
+from liger_trainer.run.data.datasets import load_run_datasets
+
+if find_spec("reasoning_gym") is None:
+    pytest.skip("reasoning-gym is not installed", allow_module_level=True)
+gym = reasoning_gym().factory
+
+
+@dataclass
+class EchoConfig:
+    words: int = 20
+    seed: int | None = None
+    size: int = 500
+
+    def validate(self) -> None:
+        assert self.words > 1, "words must be more than one"
+
+
+class Echo(gym.ProceduralDataset):
+    """Say the first of two words. A checker that counts a question's second word half right, and any case."""
+
+    def __init__(self, config: EchoConfig):
+        super().__init__(config=config, seed=config.seed, size=config.size)
+
+    def __getitem__(self, idx: int) -> dict:
+        first, second = Random(self.seed + idx).sample(WORDS[: self.config.words], 2)
+        return {"question": f"{first} {second}", "answer": first, "metadata": {"source_dataset": "echo"}}
+
+    def score_answer(self, answer, entry) -> float:
+        first, second = entry["question"].split()
+        return 1.0 if answer.lower() == first else 0.5 if answer == second else 0.0
+
+
+gym.DATASETS.setdefault("echo", (Echo, EchoConfig))
+ECHO = {"dataset_name": "reasoning_gym:echo", "max_eval_rows": 24, "per_device_eval_batch_size": 7, "max_new_tokens": 3,
+        "holdout_fraction": None}  # fmt: skip
+
+
+CHAIN = ["dataset_name=reasoning_gym:chain_sum", "task_config={max_terms: 2, size: 50}"]
+
+
+def task(**changes) -> str:
+    text = settings(**{**ECHO, **changes})
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("holdout_fraction"))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    save_models(tmp_path, "student", "teacher", num_hidden_layers=4)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rows_of(**chosen) -> tuple[list[str], list[str]]:
+    """The questions that are learned, and those that are held out."""
+    words = [f"task_config={json.dumps(chosen)}", "max_eval_rows=40"]
+    data = load_run_datasets(load_run_config("smollm2/sft_task", words))
+    assert data.facts.form == "prompt-completion" and data.facts.licence == "Apache-2.0"
+    (turn,), (answer,) = data.train[0]["prompt"], data.train[0]["completion"]
+    assert turn["role"] == "user" and answer["role"] == "assistant" and int(answer["content"]) is not None
+    return tuple([row["prompt"][0]["content"] for row in rows] for rows in (data.train, data.test))
+
+
+def test_no_seed_trains_on_a_question_that_is_held_out():
+    easy = {"min_terms": 2, "max_terms": 2, "max_digits": 1, "size": 300}  # of 200 questions nearly all come
+    learned, asked = rows_of(**easy, seed=0)
+    others, asked_again = rows_of(**easy, seed=5000)
+    assert len(learned) == len(others) == 300 and learned != others
+    assert asked == asked_again and 20 <= len(asked) == len(set(asked)) <= 40
+    assert not {*learned, *others} & {*asked}
+    assert len({*learned, *others, *asked}) > 180
+
+
+def test_exact_match_is_measured_by_the_checker_in_runs_and_eval(folder, capsys, monkeypatch):
+    """The best checkpoint is chosen by it, the report and the table have it, and `eval` measures the same."""
+    (folder / "run.yaml").write_text(task(
+        max_steps=90, learning_rate=2e-2, per_device_train_batch_size=32, lr_scheduler_type="cosine",
+        eval_strategy="steps", save_strategy="steps", eval_steps=45, save_steps=45, load_best_model_at_end=True,
+        metric_for_best_model="exact_match", save_total_limit=1,
+    ))  # fmt: skip
+    out, _ = done(call(capsys, "run", "run.yaml"))
+    found = metrics(folder / "out")
+    before, after = (found[when]["exact_match"] for when in ("before", "after"))
+    assert before < 0.2 and after > 0.6, "it learned to say the first word"
+    measured = [entry["eval_exact_match"] for entry in found["log_history"] if "eval_exact_match" in entry]
+    assert len(measured) == 4 and after == max(measured[1:3])  # before, twice in training, after: that of the best
+    assert (after * 24) % 1 == pytest.approx(0), "a share of 24 questions, no answer half right"
+    table = next(line for line in out.splitlines() if line.startswith("│ exact match"))
+    assert f"{before:.3f}" in table and f"{after:.3f}" in table
+    assert f"exact match from {before:.3f} to {after:.3f}" in " ".join(out.split())
+    assert "exact match" in (folder / "out" / "report.html").read_text()
+
+    out, _ = done(call(capsys, "eval", "out", "--json"))
+    assert json.loads(out)["evaluations"][0]["metrics"]["exact_match"] == after
+
+    # as a teacher, with the student's own figure and its teacher's
+    without_report(monkeypatch)
+    teacher = {"teacher_model_name_or_path": "out", "model_name_or_path": "out", "keep_every_nth_layer": 2}
+    (folder / "kd.yaml").write_text(task(**teacher, output_dir="kd", max_steps=1))
+    done(call(capsys, "run", "kd.yaml"))
+    student = metrics(folder / "kd")
+    assert student["before"]["teacher_exact_match"] == after == student["after"]["teacher_exact_match"]
+    assert student["before"]["exact_match"] < after
+
+
+def test_each_task_of_a_composite_has_its_share(folder, capsys, monkeypatch):
+    without_report(monkeypatch)
+    specs = [{"name": "echo"}, {"name": "chain_sum", "weight": 2, "config": {"max_terms": 2}}]
+    (folder / "run.yaml").write_text(
+        task(dataset_name="reasoning_gym:composite", task_config={"datasets": specs, "size": 60}, max_length=64)
+    )
+    out, _ = done(call(capsys, "run", "run.yaml"))
+    assert {"exact_match", "exact_match/echo", "exact_match/chain_sum"} <= metrics(folder / "out")["after"].keys()
+    assert "exact match, chain_sum" in out and "exact match, echo" in out
+
+
+def lack(monkeypatch, package: str) -> None:
+    """Have a package not be installed."""
+    imported = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name.partition(".")[0] == package:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+def test_what_is_wrong_is_said_before_anything_is_loaded(folder, capsys, monkeypatch):
+    def says(*words: str, **changes) -> None:
+        (folder / "run.yaml").write_text(task(**changes))
+        refused(call(capsys, "run", "run.yaml"), 2, "run.yaml", *words)
+
+    says("no task 'chain_sums'", "chain_sum", dataset_name="reasoning_gym:chain_sums")
+    says("echo has no max_words; it takes words, seed, size", task_config={"max_words": 3})
+    says("words must be more than one", task_config={"words": 1})
+    says("too few different questions", task_config={"words": 2})
+    says("needs another package: pip install pycosat", dataset_name="reasoning_gym:zebra_puzzles")
+    (folder / "rows.jsonl").write_text('{"text": "w1"}\n')
+    says("task_config", "has no effect", dataset_name="rows.jsonl", task_config={"size": 3})
+    lack(monkeypatch, "reasoning_gym")
+    says("needs the package reasoning-gym", 'pip install "liger-trainer[tasks]"')
+
+
+def test_lm_eval_measures_the_model_on_a_task_of_its_own(folder, capsys, monkeypatch):
+    pytest.importorskip("lm_eval")
+    (folder / "run.yaml").write_text(settings(dataset_name="rows.jsonl"))
+    rows = [{"text": " ".join(WORDS[i : i + 5])} for i in range(20)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "words.yaml").write_text(
+        "task: words\ndataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\ntest_split: test\n"
+        "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+        "metric_list: [{metric: word_perplexity}]\n"
+    )
+    out, _ = done(call(capsys, "eval", "run.yaml", "--lm-eval", "words.yaml"))
+    assert "lm-eval, words/word_perplexity" in out
+    refused(call(capsys, "eval", "run.yaml", "--lm-eval", "no_such_task"), 2, "no task 'no_such_task'")
+
+
+def test_lm_eval_that_is_not_installed_is_named(folder, capsys, monkeypatch):
+    (folder / "run.yaml").write_text(task())
+    lack(monkeypatch, "lm_eval")
+    refused(call(capsys, "eval", "run.yaml", "--lm-eval", "arc_easy"), 2, "needs the package lm-eval", "pip install")
+
+
+def test_the_teacher_and_its_student_train_from_their_configurations(folder, capsys, monkeypatch):
+    """`smollm2/sft_task` and `smollm2/distill_task` at a tiny size, with the models of one in the other."""
+    without_report(monkeypatch)
+    small = ["max_steps=2", "per_device_train_batch_size=2", "max_eval_rows=6", "num_sample_completions=0",
+             "use_cpu=true"]  # fmt: skip
+    done(call(capsys, "run", "smollm2/sft_task", "model_name_or_path=student", *small))
+    out, _ = done(call(capsys, "run", "smollm2/distill_task", "keep_layers=[0,2]", *small))
+    assert Path("outputs/smollm2/distill_task/metrics.json").is_file()
+    assert "exact match" in out and "teacher's exact match" in out
+
+
+def test_ranks_answer_each_question_once(folder, monkeypatch):
+    """Seven ranks have five questions: each answers its own, and all of them know the share."""
+    config = load_run_config("smollm2/sft_task", [*CHAIN, "max_eval_rows=5"])
+    data, answered = load_run_datasets(config), list[list[dict]]()
+    answers = [row["completion"][0]["content"] for row in data.test]
+    trainer = SimpleNamespace(processing_class=tiny_tokenizer(), accelerator=SimpleNamespace(autocast=nullcontext))
+    match = tasks.ExactMatch(trainer, config, data)
+    given = {id(prompt): text for prompt, text in zip(match.prompts, [*answers[:3], "no", ""], strict=True)}
+    monkeypatch.setattr(tasks, "texts_of", lambda model, tokenizer, prompts, *_: [given[id(p)] for p in prompts])
+    monkeypatch.setattr(tasks, "gather_object", lambda own: answered.append(own) or own)
+    for rank in range(7):
+        trainer.accelerator = SimpleNamespace(process_index=rank, num_processes=7)
+        if rank < 5:  # of the others' own there is nothing to take a mean of
+            match.measure(None)
+    monkeypatch.setattr(tasks, "gather_object", lambda own: [one for each in answered for one in each])
+    assert match.measure(None) == {"exact_match": 0.6}
+    assert sorted(i for each in answered for one in each for i in one) == [0, 1, 2, 3, 4]
