@@ -37,7 +37,7 @@ from .report import join_versions, provenance, slug, table, without_output, writ
 
 CONFIG, TEACHER_CONFIG = "smollm2/distill_task", "smollm2/sft_task"
 TASKS = {
-    "size": 40000,
+    "size": 30000,
     "datasets": [
         {"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 3, "max_digits": 2}},
         {"name": "word_sequence_reversal", "config": {"min_words": 2, "max_words": 6}},
@@ -240,7 +240,7 @@ class StudentWorker:
         rows, (count, batch) = setup.folder / "rows", (3, 4) if self.tiny else (12000, 1024)
         kept = ("keep_unfinished=true", "near_duplicates=1", "max_repetition=1")  # whatever it says
         command("generate", setup.teacher, str(rows / "answers"), f"prompts={rows / 'tasks'}", f"num_rows={count}",
-                f"batch_size={batch}", "max_new_tokens=40", *kept)  # fmt: skip
+                f"batch_size={batch}", "max_prompt_tokens=88", "max_new_tokens=40", *kept)  # fmt: skip
 
     def capture(self, setup: Setup) -> None:
         """Write the cache of the teacher's likeliest tokens."""

@@ -20,7 +20,6 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from ..common.files import sha256
-from ..errors import ConfigError
 from ..plugins import TASK
 from ..run.samples import held_out_prompts, texts_of
 from ..trainers.decoder import Decoder
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from ..config.run_config import RunConfig
     from ..run.data.datasets import RunData
 
-INSTALL = 'pip install "liger-trainer[tasks]"'
+INSTALL = "pip install reasoning-gym"
 TRAINING_ROWS, HELD_OUT_ROWS = 5000, 256  # where neither task_config nor max_eval_rows says
 HELD_OUT_SEED = 1_000_000_007  # far from the seeds that people choose
 ONE_IN = 5  # questions is held out

@@ -2,20 +2,23 @@
 
 import json
 import math
+import re
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny import WORDS, tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 from transformers import TrainerControl
 
 from benchmarks import students
 from benchmarks.students import (
     BASE,
     CONFIG,
+    OF_TEACHER,
     STUDENT_T,
-    STUDENTS,
+    TEACHER_CONFIG,
     WARMUP,
     WAYS,
     ByTime,
@@ -23,8 +26,8 @@ from benchmarks.students import (
     Setup,
     learning_rate_at,
     page,
+    read,
 )  # fmt: skip
-from liger_trainer.config.run_config import load_run_config
 
 
 def t_density(x: float, freedom: int) -> float:
@@ -40,29 +43,25 @@ def test_the_quantiles_leave_one_fortieth_above(freedom):
     assert 0.5 + below == pytest.approx(0.975, abs=2e-6)
 
 
-def run_of(forward_kl: float, neighbours: int = 16) -> dict:
-    held_out = {"forward_kl": forward_kl, "reverse_kl": 1.0, "agreement_at_1": 0.5, "student_perplexity": 20.0}
+def run_of(exact_match: float, neighbours: int = 9) -> dict:
+    held_out = {"exact_match": exact_match, f"{OF_TEACHER}exact_match": 0.9, "forward_kl": 1.0, "agreement_at_1": 0.5}
     return {"held_out": held_out, "parameters": 81000000, "steps": 10, "tokens": 5000, "neighbours": neighbours}
-
-
-def page_of(runs: dict) -> str:
-    before = {"quantised_int4": {**run_of(2.0)["held_out"]}, "rows": {"train": 3}}
-    content = {"conditions": {"train_seconds": 70.0}, "runs": runs, "before": before, "failures": {"both-1": "no luck"}}
-    return page(content)
 
 
 def test_the_page_has_means_intervals_differences_and_failures():
     """Seeds that differ much hide no difference that all of them show."""
     runs = {
-        BASE: {"0": run_of(0.9), "1": run_of(1.4), "2": run_of(2.3), "3": run_of(7.0)},
-        "on_policy": {"2": run_of(2.21), "1": run_of(1.3), "0": run_of(0.79)},
-        "both": {"0": run_of(0.9, neighbours=3)},  # another share of the device
+        BASE: {"0": run_of(0.09), "1": run_of(0.14), "2": run_of(0.23), "3": run_of(0.7)},
+        "on_policy": {"2": run_of(0.33), "1": run_of(0.26), "0": run_of(0.19)},
+        "mixed": {"0": run_of(0.5, neighbours=3)},  # another share of the device
     }
-    text = page_of(runs)
-    assert "| on-policy only: reverse KL | 81,000,000 | 1.433 ± 1.787 |" in text
-    assert "| -0.100 ± 0.025, better | +0.000 ± 0.000, not told apart |" in text
-    assert "| depth and width: 2/3 of the layers, 2/3 of their units, less: one stage" in text
-    assert "| nothing yet: int4, quantised |  | 2.000 |" in text and "- both-1: no luck" in text
+    conditions = {"train_seconds": 70.0, "teacher_seconds": 60.0}
+    text = page({"conditions": conditions, "runs": runs, "before": {"rows": {"test": 512}},
+                 "failures": {"cache-1": "no luck"}})  # fmt: skip
+    assert "| the teacher | 0.900 |" in text and "on 512 held-out" in text and "- cache-1: no luck" in text
+    assert "| on-policy: reverse KL | 0.260 ± 0.174 |" in text
+    assert "| +0.107 ± 0.029, better | +0.000 ± 0.000, not told apart |" in text
+    assert re.search(r"half of the batches on-policy: JSD, less: fine-tuned on the answers \|  \|", text)
     tables = [block for block in text.split("\n\n") if block.startswith("|")]
     assert len(tables) == 2 and all(len({row.count("|") for row in block.splitlines()}) == 1 for block in tables)
 
@@ -88,22 +87,22 @@ def test_a_training_follows_the_clock_and_ends_by_it(monkeypatch):
 
 
 def test_the_settings_of_every_way_are_valid_and_differ(tmp_path):
-    setup = Setup(tmp_path, "demo:smollm2-135m-instruct", 30, 1.0)
-    for name, student in STUDENTS.items():
-        (tmp_path / "students" / name).mkdir(parents=True)
-        assert student.layers == 1 or student.settings(30)[1].startswith("keep_layers=[0, ")
+    setup = Setup(tmp_path, "demo:smollm2-135m-instruct", 1.0)
+    for folder in ("teacher", "rows/tasks", "rows/answers"):
+        (tmp_path / folder).mkdir(parents=True)
     for way in WAYS:  # a second run begins with what the first has left
         (tmp_path / "runs" / f"{way}-1-first").mkdir(parents=True)
     runs = {way: setup.runs(way, 1) for way in WAYS}
-    settings = {way: [word for _, each in runs[way] for word in each] for way in WAYS}
-    assert all(load_run_config(CONFIG, each, exact=True).recipe in ("sft", "distill") for way in runs.values()
-               for _, each in way)  # fmt: skip
+    found = {way: [read(CONFIG, settings) for _, settings in each] for way, each in runs.items()}
     assert {way for way, each in runs.items() if len(each) > 1} == {"tuned_first", "distilled_first"}
-    assert all(f"model_name_or_path={tmp_path}/runs/{way}-1-first" in runs[way][1][1]
-               for way in ("tuned_first", "distilled_first"))  # fmt: skip
-    alike = {tuple(word for word in each if "output_dir" not in word and "-first" not in word)
-             + (WAYS[way].first_tokens,) for way, each in settings.items()}  # fmt: skip
+    assert all(each[0].drops_layers() and each[0]["model_name_or_path"] == setup.teacher for each in found.values())
+    assert all(str(each[1]["model_name_or_path"]).endswith("-1-first") and not each[1].drops_layers()
+               for each in found.values() if len(each) > 1)  # fmt: skip
+    assert [config["max_completion_length"] for config in found["on_policy"]] == [40]
+    alike = {(WAYS[way].first_tokens, *(word for _, each in runs[way] for word in each
+                                        if not re.search("output_dir|-first", word))) for way in WAYS}  # fmt: skip
     assert len(alike) == len(WAYS)
+    assert read(TEACHER_CONFIG, setup.training("tasks", tmp_path, 0, of_teacher=False)).recipe == "sft"
 
 
 def test_a_second_run_ends_when_the_training_does_and_completions_grow_with_the_time(monkeypatch):
@@ -127,31 +126,27 @@ def test_a_second_run_ends_when_the_training_does_and_completions_grow_with_the_
     assert control.should_training_stop
 
 
-def row(number: int) -> dict:
-    asked, answered = " ".join(WORDS[number % 40 :][:3]), " ".join(WORDS[number % 37 :][: 4 + number % 3])
-    return {"prompt": [{"role": "user", "content": asked}], "completion": [{"role": "assistant", "content": answered}]}
-
-
 @pytest.mark.slow
 def test_students_train_side_by_side_and_a_second_call_goes_on(tmp_path, capfd):
-    tiny_model("llama_tied", num_hidden_layers=8).save_pretrained(tmp_path / "teacher")
-    tiny_tokenizer().save_pretrained(tmp_path / "teacher")
-    (tmp_path / "rows").mkdir()
-    for split, first, count in (("train", 0, 60), ("test", 7, 8)):
-        text = "".join(json.dumps(row(first + i)) + "\n" for i in range(count))
-        (tmp_path / "rows" / f"{split}.jsonl").write_text(text)
-    words = ["--teacher", str(tmp_path / "teacher"), "--dataset", str(tmp_path / "rows"), "--output", str(tmp_path)]
-    words += ["--tiny", "--seeds", "0", "--train-seconds", "1", "use_cpu=true"]
-    ways = [BASE, "answers", "distilled_0.25", "prefix", "tuned_first"]
+    pytest.importorskip("sympy")
+    if find_spec("reasoning_gym") is None:
+        pytest.skip("reasoning-gym is not installed")
+    tiny_model("llama_tied", num_hidden_layers=8).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    words = ["--base", str(tmp_path / "base"), "--output", str(tmp_path), "--folder", str(tmp_path / "work"), "--tiny",
+             "--seeds", "0", "--train-seconds", "1", "--teacher-seconds", "1", "use_cpu=true"]  # fmt: skip
+    ways = [BASE, "answers", "cache", "prefix", "tuned_first"]
     students.main([*words, "--ways", *ways])
     (file,) = tmp_path.glob("students-*.json")
     first = json.loads(file.read_text())
     assert first["runs"].keys() == {*ways} and not first["failures"]
     assert all(1 <= runs["0"]["seconds"] < 40 and runs["0"]["neighbours"] == 4 for runs in first["runs"].values())
+    assert all({"exact_match", "teacher_exact_match", "forward_kl"} <= runs["0"]["held_out"].keys()
+               for runs in first["runs"].values())  # fmt: skip
 
-    students.main([*words, "--ways", BASE, "tuned_0.5", "--seconds", "20"])
+    students.main([*words, "--ways", BASE, "on_policy", "--seconds", "20"])
     second = json.loads(file.read_text())
     assert second["runs"] == first["runs"] and len(second["calls"]) == 2
-    assert "seed 0: no time is left" in capfd.readouterr().err, "0.9 of 1 s, and of 60 s to measure, do not fit"
+    assert "seed 0: no time is left" in capfd.readouterr().err, "0.9 of 1 s, and of 45 s to measure, do not fit"
     with pytest.raises(SystemExit, match="choose another --output"):
         students.main([*words, "--train-seconds", "5"])

@@ -205,6 +205,8 @@ COMMANDS = {
     "liger-trainer run my.yaml max_steps=20": Played(my_yaml(), "my.yaml"),
     "liger-trainer run smollm2/distill_cached": demo("smollm2/distill_cached", before=captured),
     "liger-trainer run smollm2/distill_pruned": demo("smollm2/distill_pruned"),
+    "liger-trainer run smollm2/distill_task": demo("smollm2/distill_task"),
+    "liger-trainer run smollm2/sft_task": demo("smollm2/sft_task"),
     "liger-trainer schema": Played(),
     "liger-trainer skill": Played(),
     "liger-trainer selfcheck": Played(extra=("--dtype", "float32")),
@@ -224,6 +226,9 @@ PARSED = {
     "liger-trainer run my.yaml teacher_model_name_or_path=corrected": "takes what the command before it has saved",
     "liger-trainer run my.yaml model_name_or_path=first output_dir=second beta=1.0 lmbda=0.5 learning_rate=2e-5 "
     "max_steps=200 packing=false": "starts from what the command before it has saved",
+    "liger-trainer eval outputs/smollm2/sft_task outputs/smollm2/distill_task": (
+        "takes what the commands before it have saved; tests/extras/test_tasks.py evaluates such a run"
+    ),
     "liger-trainer report outputs/my outputs/other": "the same as of outputs/a and outputs/b, into another file",
     "python -m benchmarks.many_gpus --output results": SEVERAL_GPUS,
     "python -m benchmarks.many_gpus --output results --cases 'ddp-*'": SEVERAL_GPUS,

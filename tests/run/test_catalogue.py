@@ -23,7 +23,7 @@ NAMES = list(built_in_configs())
 TRAINED = {
     "gemma3/distill_cached_1b", "gemma3/sft_qlora_4b", "granite/sft_full_2b", "llama3/distill_full_1b",
     "mistral/distill_lora_7b", "phi4/sft_lora_mini", "qwen3/distill_on_policy_0.6b", "smollm2/distill_layerdrop",
-    "smollm2/distill_pruned",
+    "smollm2/distill_pruned", "smollm2/distill_task", "smollm2/sft_task",
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ MODELS = {
     "google/gemma-3-4b-it": ("gemma3", "gemma3"),
     "ibm-granite/granite-3.3-2b-instruct": ("granite", None),
     "ibm-granite/granite-3.3-8b-instruct": ("granite", None),
+    "outputs/smollm2/sft_task": ("llama", None),
     "meta-llama/Llama-3.1-8B-Instruct": ("llama", None),
     "meta-llama/Llama-3.2-1B-Instruct": ("llama", None),
     "meta-llama/Llama-3.2-3B-Instruct": ("llama", None),
@@ -76,6 +77,7 @@ def _prompts() -> DatasetDict:
 # dataset id: rows with its splits, and with its columns as far as they matter
 DATASETS = {
     "demo:python_docstrings": lambda: DatasetDict(train=completions(16), test=completions(4, seed=1)),
+    "reasoning_gym:chain_sum": lambda: DatasetDict(train=completions(16), test=completions(4, seed=1)),
     "HuggingFaceH4/ultrachat_200k": _ultrachat,
     "trl-lib/Capybara": _capybara,
     "trl-lib/DeepMath-103K": _prompts,
@@ -86,8 +88,8 @@ SHORT = (
     "per_device_eval_batch_size=2", "max_eval_rows=2", "num_sample_completions=1", "max_new_tokens=2",
     "logging_steps=1", "save_strategy=no", "use_cpu=true", "disable_tqdm=true",
 )  # fmt: skip
-LEFT_OUT = (  # kernels of bitsandbytes; a part of a dataset of the hub
-    "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "dataset_config",
+LEFT_OUT = (  # kernels of bitsandbytes; a part of a dataset of the hub; what is asked of generated rows
+    "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "dataset_config", "task_config",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from liger_trainer.tools.estimate.estimator import estimate, gpu_named
 NAMES = list(built_in_configs())
 SAMPLE = {"llama3/sft_full_1b", "phi4/distill_cached_mini"}  # one whose capture takes more than its training
 TOO_MUCH, ROUNDED = 1.15, 1  # times and GB that a promise may be above the estimate: it shall not turn people away
+DEMO, TUNED_DEMO = "demo:smollm2-135m-instruct", "outputs/smollm2/sft_task"
 PROCESS_MIB = 1200  # of Python and torch, which a run on a CPU has beside its tensors
 
 
@@ -29,6 +30,7 @@ def highest_mib(name: str, folders: dict[str, str], *settings: str) -> float:
     named = load_run_config(name, exact=True)
     keys = ("model_name_or_path", "teacher_model_name_or_path")
     shapes = [f"{key}={folders[named[key]]}" for key in keys if named.values.get(key) in folders]
+    shapes += [f"{key}={DEMO}" for key in keys if named.values.get(key) == TUNED_DEMO]
     found = estimate(load_run_config(name, [*shapes, *settings], exact=True), None)
     return max(found.peak_mib, found.capture_mib or 0)
 
@@ -61,7 +63,7 @@ def test_every_model_of_the_catalogue_has_a_shape():
     named = {
         config.values.get(key) for config in configs for key in ("model_name_or_path", "teacher_model_name_or_path")
     }
-    assert named - {None, "demo:smollm2-135m-instruct"} == SHAPES.keys()
+    assert named - {None, DEMO, TUNED_DEMO} == SHAPES.keys()
 
 
 @pytest.mark.parametrize(
