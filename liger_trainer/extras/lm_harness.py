@@ -1,5 +1,6 @@
 """Tasks of EleutherAI's lm-evaluation-harness, for `liger-trainer eval --lm-eval`."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,15 @@ def harness(names: str) -> Callable[[Any], dict[str, float]]:
     """
     try:
         from lm_eval.tasks import TaskManager
-        from lm_eval.utils import load_yaml_config
     except ImportError as error:
         raise ConfigError(f"--lm-eval needs the package lm-eval ({error}): pip install lm-eval") from None
-    manager, tasks = TaskManager(), list[Any]()
-    for name in filter(None, (part.strip() for part in names.split(","))):
-        if Path(name).is_file():
-            tasks.append(load_yaml_config(yaml_path=name, mode="full"))
-        elif manager.match_tasks([name]):
-            tasks += manager.match_tasks([name])
-        else:
-            raise ConfigError(
-                f"--lm-eval: lm-eval has no task {name!r}, nor is it a file. `lm-eval ls tasks` lists all."
-            )
+    asked = [name for name in map(str.strip, names.split(",")) if name]
+    files = {name: Path(name) for name in asked if Path(name).is_file()}
+    manager = TaskManager(include_path=sorted({str(file.parent) for file in files.values()}) or None)
+    tasks = [_name_in(files[name]) if name in files else name for name in asked]
+    unknown = [name for name in tasks if not manager.match_tasks([name])]
+    if unknown or not tasks:
+        raise ConfigError(f"--lm-eval: lm-eval has no task {', '.join(unknown) or names!r}, nor is there such a file.")
 
     def measure(trainer: Any) -> dict[str, float]:
         import lm_eval
@@ -54,3 +51,11 @@ def harness(names: str) -> Callable[[Any], dict[str, float]]:
         }
 
     return measure
+
+
+def _name_in(file: Path) -> str:
+    """Return the name of the task in a file. Its YAML may call functions, so it is not parsed here."""
+    found = re.search(r"^task:\s*[\"']?([^\s\"']+)", file.read_text(encoding="utf-8"), re.M)
+    if found is None:
+        raise ConfigError(f"--lm-eval: {file} has no line `task: NAME`.")
+    return found[1]

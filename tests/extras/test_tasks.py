@@ -159,6 +159,7 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(folder, capsys, monkeyp
     says("needs the package reasoning-gym", "pip install reasoning-gym")
 
 
+@pytest.mark.slow  # lm-eval reads its own files for a minute
 def test_lm_eval_measures_the_model_on_a_task_of_its_own(folder, capsys, monkeypatch):
     pytest.importorskip("lm_eval")
     (folder / "run.yaml").write_text(settings(dataset_name="rows.jsonl"))
@@ -171,7 +172,7 @@ def test_lm_eval_measures_the_model_on_a_task_of_its_own(folder, capsys, monkeyp
     )
     out, _ = done(call(capsys, "eval", "run.yaml", "--lm-eval", "words.yaml"))
     assert "lm-eval, words/word_perplexity" in out
-    refused(call(capsys, "eval", "run.yaml", "--lm-eval", "no_such_task"), 2, "no task 'no_such_task'")
+    refused(call(capsys, "eval", "run.yaml", "--lm-eval", "no_such_task"), 2, "no task no_such_task")
 
 
 def test_lm_eval_that_is_not_installed_is_named(folder, capsys, monkeypatch):
