@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -36,21 +37,19 @@ from .processes import Process, context_for, say
 from .report import join_versions, provenance, slug, table, without_output, write
 
 CONFIG, TEACHER_CONFIG = "smollm2/distill_task", "smollm2/sft_task"
-TASKS = {
-    "size": 30000,
-    "datasets": [
-        {"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 3, "max_digits": 2}},
-        {"name": "word_sequence_reversal", "config": {"min_words": 2, "max_words": 6}},
-        {"name": "number_filtering", "config": {"min_numbers": 2, "max_numbers": 5, "max_decimals": 1}},
-    ],
-}
+TASKS = [
+    {"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 3, "max_digits": 2}},
+    {"name": "word_sequence_reversal", "config": {"min_words": 2, "max_words": 6}},
+    {"name": "number_filtering", "config": {"min_numbers": 2, "max_numbers": 5, "max_decimals": 1}},
+]
+ROWS = 20000
 PACKAGES = ("torch", "triton", "transformers", "trl", "reasoning-gym")
 WARMUP = 0.05  # share of a training's time in which the learning rate rises
 LENGTHENING = 0.6  # share of it in which completions become longer
 MEASURING = 45.0  # seconds, about, before and after a wave's trainings
 METRICS = {
     "exact_match": ("exact match", 3, 1),
-    **{f"exact_match/{task['name']}": (task["name"], 3, 1) for task in TASKS["datasets"]},
+    **{f"exact_match/{task['name']}": (task["name"], 3, 1) for task in TASKS},
     "forward_kl": ("forward KL", 3, -1),
     "reverse_kl": ("reverse KL", 3, -1),
     "agreement_at_1": ("agreement@1", 3, 1),
@@ -73,7 +72,6 @@ class Way:
             second takes to load is in the time too, so that all trainings end at one moment.
         first_tokens: of a completion at first; their number grows with the time, until LENGTHENING of it is over, as a
             schedule of max_completion_length grows with the steps.
-        cached: it learns from a cache of the teacher's likeliest tokens.
     """
 
     title: str
@@ -81,7 +79,6 @@ class Way:
     rows: str = "tasks"
     first: tuple[str, ...] = ()
     first_tokens: int | None = None
-    cached: bool = False
 
 
 BASE, TOKENS = "fine_tuned", "max_completion_length=40"
@@ -99,7 +96,7 @@ WAYS = {
     "tuned_first": Way("half of the time fine-tuned, then on-policy", LATER, first=FINE_TUNING),
     "distilled_first": Way("half of the time forward KL, then on-policy", LATER, first=KL),
     "prefix": Way("on-policy, from 4 tokens to all in the first 60 % of the time", ON_POLICY, first_tokens=4),
-    "cache": Way("forward KL from a cache of 64 tokens", CACHE, cached=True),
+    "cache": Way("forward KL from a cache of 64 tokens", CACHE),
     "answers": Way("fine-tuned on the teacher's samples", FINE_TUNING, rows="answers"),
 }
 
@@ -127,7 +124,7 @@ class Setup:
 
     def generated(self, size: int) -> list[str]:
         """Return the settings of rows as they are generated; the held-out ones do not depend on how many there are."""
-        tasks = json.dumps({**TASKS, "size": size})
+        tasks = json.dumps({"datasets": TASKS, "size": size})
         return ["dataset_name=reasoning_gym:composite", f"task_config={tasks}", f"max_eval_rows={self.rows}"]
 
     def training(self, rows: str, where: Path, seed: int, of_teacher: bool = True) -> list[str]:
@@ -148,7 +145,7 @@ class Setup:
             first = where.with_name(f"{where.name}-first")
             runs = [(0.5, [*self.training(chosen.rows, first, seed), *start, *chosen.first])]
             start = [f"model_name_or_path={first}"]
-        cache = [f"teacher_cache_dir={self.folder / 'cache'}"] if chosen.cached else []
+        cache = [f"teacher_cache_dir={self.folder / 'cache'}"] if chosen.settings is CACHE else []
         return [*runs, (1.0, [*self.training(chosen.rows, where, seed), *start, *chosen.settings, *cache])]
 
 
@@ -157,9 +154,7 @@ class Setup:
 
 def learning_rate_at(share: float) -> float:
     """Return the factor of the learning rate after a share of the time: up in a line, down as half a cosine."""
-    if share < WARMUP:
-        return share / WARMUP
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (share - WARMUP) / (1 - WARMUP))))
+    return share / WARMUP if share < WARMUP else 0.5 + 0.5 * math.cos(math.pi * min(1, (share - WARMUP) / (1 - WARMUP)))
 
 
 class ByTime(TrainerCallback):
@@ -213,8 +208,8 @@ class StudentWorker:
 
     def do(self, method: str, setup: Setup, *arguments: Any) -> Any:
         log = os.open(setup.folder / f"{self.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        for stream in (1, 2):
+            os.dup2(log, stream)
         try:
             return getattr(self, method)(setup, *arguments)
         finally:
@@ -224,7 +219,7 @@ class StudentWorker:
         """Write the rows once, so that not every training has to make them."""
         from liger_trainer.run.data.datasets import load_run_datasets
 
-        data = load_run_datasets(read(CONFIG, setup.generated(40 if self.tiny else TASKS["size"])))
+        data = load_run_datasets(read(CONFIG, setup.generated(40 if self.tiny else ROWS)))
         for split, rows in (("train", data.train), ("test", data.test)):
             rows.to_json(setup.folder / "rows" / "tasks" / f"{split}.jsonl", force_ascii=False)
         return {"train": len(data.train), "test": len(data.test)}
@@ -296,12 +291,9 @@ def command(*words: str) -> None:
 
 def run_by_clock(config: Any, clock: ByTime, first_tokens: int | None = None) -> dict[str, Any]:
     """Run a configuration's recipe until the time is over; return the facts about its training."""
-    from liger_trainer.recipes import distill, sft
+    recipe = import_module(f"liger_trainer.recipes.{config.recipe}")
 
-    recipe = {"sft": sft, "distill": distill}[config.recipe]
-    load = recipe.load_trainer
-
-    def load_trainer(*args: Any, **kwargs: Any) -> Any:
+    def load_trainer(*args: Any, load: Any = recipe.load_trainer, **kwargs: Any) -> Any:
         trainer = load(*args, **kwargs)
         trainer.add_callback(clock)
         if first_tokens is not None:
@@ -348,15 +340,12 @@ def together(part: str, tasks: dict[str, tuple[Any, ...]], record: Record, tiny:
     """Run all tasks at once, each in a process, and record them. What is not done by the deadline is a failure."""
     context = context_for("liger_trainer.recipes.distill", "liger_trainer.tools.evaluate")
     processes = {name: Process(StudentWorker, name, tiny, context) for name in tasks}
-    try:
-        for name, process in processes.items():
-            process.start("do", *tasks[name])
-        for name, process in processes.items():
-            left = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
-            record.put(part, name, *process.result(left))
-    finally:
-        for process in processes.values():
-            process.close()
+    for name, process in processes.items():
+        process.start("do", *tasks[name])
+    for name, process in processes.items():
+        left = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
+        record.put(part, name, *process.result(left))
+        process.close()
 
 
 def prepare(options: argparse.Namespace, setup: Setup, record: Record, deadline: float) -> None:
@@ -370,14 +359,12 @@ def prepare(options: argparse.Namespace, setup: Setup, record: Record, deadline:
 
     make(rows=("export_rows", setup))
     make(teacher=("tune_teacher", replace(setup, seconds=options.teacher_seconds)))
-    ways = [WAYS[way] for way in options.ways]
     tasks: dict[str, tuple[Any, ...]] = {}
-    tasks |= {"answers": ("write_answers", setup)} if any(way.rows == "answers" for way in ways) else {}
-    tasks |= {"cache": ("capture", setup)} if any(way.cached for way in ways) else {}
+    tasks |= {"answers": ("write_answers", setup)} if "answers" in options.ways else {}
+    tasks |= {"cache": ("capture", setup)} if "cache" in options.ways else {}
     if not options.tiny:  # so that the kernels are compiled before all trainings ask for them at once
-        short = replace(setup, seconds=3.0, rows=16)
-        warmed = {BASE, "kl_and_ce", "on_policy", "mixed"} & set(options.ways)
-        tasks |= {f"warm-{way}": ("train", short, way, 1000, 1) for way in warmed}
+        short, warmed = replace(setup, seconds=3.0, rows=16), {BASE, "kl_and_ce", "on_policy", "mixed"}
+        tasks |= {f"warm-{way}": ("train", short, way, 1000, 1) for way in warmed & set(options.ways)}
     make(**tasks)
 
 
@@ -442,12 +429,11 @@ def page(content: dict[str, Any]) -> str:
     lines += [
         f"- Teacher: SmolLM2-135M-Instruct, fine-tuned for {teacher:g} seconds on three tasks of reasoning-gym. Every "
         "student begins as half of its layers.",
-        f"- Each training has {seconds:g} seconds of wall-clock time, next to {neighbours or 'no'} others that start "
-        "at the same moment and share the device: that is what equal time means here. Loading and measuring are not "
-        "counted. The learning rate rises for 5 % of the time, and falls as half a cosine.",
-        f"- Measured by `liger-trainer eval` on {content['before'].get('rows', {}).get('test', '')} held-out "
-        "questions: greedy answers by reasoning-gym's own checkers; the distance from the teacher on "
-        "the right answers, KLs in nats a token.",
+        f"- Each training has {seconds:g} seconds, next to {neighbours or 'no'} others that start at the same moment "
+        "and share the device: that is what equal time means here. Loading and measuring are not counted. The learning "
+        "rate rises for 5 % of the time, and falls as half a cosine.",
+        "- Greedy answers to held-out questions, counted by reasoning-gym's own checkers; distance from the teacher on "
+        "the right answers, KLs in nats a token. All by `liger-trainer eval`.",
         "- Mean over the seeds ± half of the 95 % confidence interval (Student's t); no interval for one seed.", "",
     ]  # fmt: skip
     rows = [_row("the teacher", every, OF_TEACHER)] if every else []
@@ -469,12 +455,8 @@ def _row(title: str, each: list[dict[str, Any]], of: str = "") -> list[str]:
     held_out = [interval(values, METRICS[m][1]) for m, values in measured.items()]
     if of:  # one model, whatever is measured with it
         return [title, *(text.partition(" ")[0] for text in held_out), "", "", ""]
-    return [
-        title,
-        *held_out,
-        *(f"{mean(run[key] for run in each):,.0f}" for key in ("steps", "tokens")),
-        str(len(each)),
-    ]
+    counts = [f"{mean(run[key] for run in each):,.0f}" for key in ("steps", "tokens")]
+    return [title, *held_out, *counts, str(len(each))]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
