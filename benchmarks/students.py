@@ -1,14 +1,15 @@
-"""Ways to a better student of a teacher that has learned three tasks, each in the same time on one device: its exact
+r"""Ways to a better student of a teacher that has learned three tasks, each in the same time on one device: its exact
 match, and how far it is from the teacher. docs/results/students-tasks-<device>.md is its page.
 
-    python -m benchmarks.students --teacher-seconds 75 --train-seconds 60 --seconds 560 --folder work
+    python -m benchmarks.students --together --teacher-seconds 45 --train-seconds 80 --folder work --ways \
+        fine_tuned forward_kl kl_and_ce on_policy mixed tuned_first distilled_first
     python -m benchmarks.students --ways fine_tuned on_policy --seeds 3 4     # adds to what the .json has
     python -m benchmarks.students --page                                      # writes the page again from the .json
 
 First the teacher is fine-tuned on the tasks, by the clock too. Every training is a run of a recipe, from one
-configuration, which ends after a time instead of a number of steps. All ways of one seed train at once and share the
-device, so each has the same seconds next to the same neighbours. What finishes is written at once; what is not done
-after `--seconds` is left to the next call, which finds the teacher and its answers in `--folder`.
+configuration, which ends after a time instead of a number of steps. All ways of one seed, or with `--together` of all
+seeds, train at once and share the device, so each has the same seconds next to the same neighbours. What finishes is
+written at once; what is not done after `--seconds` is left to the next call, which finds the teacher in `--folder`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TASKS = [
     {"name": "word_sequence_reversal", "config": {"min_words": 2, "max_words": 6}},
     {"name": "number_filtering", "config": {"min_numbers": 2, "max_numbers": 5, "max_decimals": 1}},
 ]
-ROWS = 20000
+ROWS = 16000
 PACKAGES = ("torch", "triton", "transformers", "trl", "reasoning-gym")
 WARMUP = 0.05  # share of a training's time in which the learning rate rises
 LENGTHENING = 0.6  # share of it in which completions become longer
@@ -106,18 +107,14 @@ class Setup:
     """What all trainings have in common: `folder` has all that is written on the way, `rows` held-out rows measure."""
 
     folder: Path
-    base: str
+    teacher: str
     seconds: float
     overrides: tuple[str, ...] = ()
     rows: int = 512
 
-    @property
-    def teacher(self) -> str:
-        return str(self.folder / "teacher")
-
     def common(self, of_teacher: bool = True) -> list[str]:
         return [
-            "max_length=128", "max_new_tokens=40", "per_device_train_batch_size=64", "per_device_eval_batch_size=128",
+            "max_length=128", "max_new_tokens=40", "per_device_train_batch_size=32", "per_device_eval_batch_size=128",
             "learning_rate=5e-4", "disable_tqdm=true", "cuda_graphs=never", *self.overrides,
             *([f"teacher_model_name_or_path={self.teacher}", "~keep_layers"] if of_teacher else []),
         ]  # fmt: skip
@@ -224,10 +221,10 @@ class StudentWorker:
             rows.to_json(setup.folder / "rows" / "tasks" / f"{split}.jsonl", force_ascii=False)
         return {"train": len(data.train), "test": len(data.test)}
 
-    def tune_teacher(self, setup: Setup) -> dict[str, Any]:
+    def tune_teacher(self, setup: Setup, base: str) -> dict[str, Any]:
         """Fine-tune the teacher by the clock."""
         settings = setup.training("tasks", Path(setup.teacher), 0, of_teacher=False)
-        settings += [f"model_name_or_path={setup.base}", "learning_rate=2e-4"]
+        settings += [f"model_name_or_path={base}", "learning_rate=2e-4"]
         return run_by_clock(read(TEACHER_CONFIG, settings), ByTime(setup.seconds, list))
 
     def write_answers(self, setup: Setup) -> None:
@@ -358,29 +355,31 @@ def prepare(options: argparse.Namespace, setup: Setup, record: Record, deadline:
             (setup.folder / f"done-{name}").touch()
 
     make(rows=("export_rows", setup))
-    make(teacher=("tune_teacher", replace(setup, seconds=options.teacher_seconds)))
-    tasks: dict[str, tuple[Any, ...]] = {}
-    tasks |= {"answers": ("write_answers", setup)} if "answers" in options.ways else {}
-    tasks |= {"cache": ("capture", setup)} if "cache" in options.ways else {}
+    tasks: dict[str, tuple[Any, ...]] = {
+        "teacher": ("tune_teacher", replace(setup, seconds=options.teacher_seconds), options.base)
+    }
     if not options.tiny:  # so that the kernels are compiled before all trainings ask for them at once
-        short, warmed = replace(setup, seconds=3.0, rows=16), {BASE, "kl_and_ce", "on_policy", "mixed"}
+        short, warmed = replace(setup, teacher=options.base, seconds=3.0, rows=16), {"kl_and_ce", "on_policy", "mixed"}
         tasks |= {f"warm-{way}": ("train", short, way, 1000, 1) for way in warmed & set(options.ways)}
     make(**tasks)
+    tasks = {"answers": ("write_answers", setup), "cache": ("capture", setup)}
+    make(**{way: task for way, task in tasks.items() if way in options.ways})
 
 
 def run(options: argparse.Namespace, setup: Setup, record: Record) -> None:
-    """Prepare, then train seed after seed the ways of which there is no result yet."""
+    """Prepare, then train wave after wave: what shares the device, of which there is no result yet."""
     deadline, runs = time.monotonic() + options.seconds, record.content["runs"]
-    waves = {seed: [way for way in options.ways if str(seed) not in runs.get(way, {})] for seed in options.seeds}
-    if any(waves.values()):
+    waves = [[(way, seed) for way in options.ways if str(seed) not in runs.get(way, {})] for seed in options.seeds]
+    waves = [wave for wave in ([sum(waves, [])] if options.together else waves) if wave]
+    if waves:
         prepare(options, setup, record, deadline)
-    for seed, ways in waves.items():
+    for wave in waves:
         if time.monotonic() + 0.9 * (options.train_seconds + MEASURING) > deadline:
-            say(f"seed {seed}", "no time is left for it")
+            say(f"seed {wave[0][1]}", "no time is left for it")
             break
         for ready in setup.folder.glob("ready-*"):
             ready.unlink()
-        trainings = {f"{way}-{seed}": ("train", setup, way, seed, len(ways)) for way in ways}
+        trainings = {f"{way}-{seed}": ("train", setup, way, seed, len(wave)) for way, seed in wave}
         together("runs", trainings, record, options.tiny, deadline)
 
 
@@ -464,6 +463,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one wave each")
+    parser.add_argument("--together", action="store_true", help="one wave of all seeds")
     parser.add_argument("--train-seconds", type=float, default=60.0, help="of each training")
     parser.add_argument("--teacher-seconds", type=float, default=60.0, help="of the teacher's")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of the whole call")
@@ -490,7 +490,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(name).absolute()
         (folder / "rows" / "tasks").mkdir(parents=True, exist_ok=True)
         rows = 4 if options.tiny else 512
-        run(options, Setup(folder, options.base, options.train_seconds, tuple(overrides), rows), record)
+        run(options, Setup(folder, str(folder / "teacher"), options.train_seconds, tuple(overrides), rows), record)
     record.save()
     print(page(record.content))
 

@@ -86,7 +86,7 @@ def test_a_training_follows_the_clock_and_ends_by_it(monkeypatch):
 
 
 def test_the_settings_of_every_way_are_valid_and_differ(tmp_path):
-    setup = Setup(tmp_path, "demo:smollm2-135m-instruct", 1.0)
+    setup = Setup(tmp_path, str(tmp_path / "teacher"), 1.0)
     for folder in ("teacher", "rows/tasks", "rows/answers"):
         (tmp_path / folder).mkdir(parents=True)
     for way in WAYS:  # a second run begins with what the first has left
