@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..tools.evaluate import Evaluation, Subject
 
+OF_TASKS = "exact_match/", LM_EVAL  # begin the names of metrics that only a task has
 TAKES_LESS = "What takes less: a smaller per_device_eval_batch_size, a smaller max_length, dtype=bfloat16."
 
 
@@ -111,8 +112,9 @@ def _print(found: "list[Evaluation]") -> None:
     table = Table("held-out metric")
     for evaluation in found:
         table.add_column(evaluation.name, justify="right", overflow="fold")
-    of_harness = MetricRow(LM_EVAL, "lm-eval")
-    rows = {row.metric: row for evaluation in found for row in (*ROWS[evaluation.recipe], of_harness)}
+    each_task = sorted({name for evaluation in found for name in evaluation.metrics if name.startswith(OF_TASKS)})
+    rows = {row.metric: row for evaluation in found for row in ROWS[evaluation.recipe]}
+    rows |= {name: MetricRow(name, name) for name in each_task}
     for row in shown_rows(rows.values(), [evaluation.metrics for evaluation in found]):
         values = [evaluation.metrics.get(row.metric) for evaluation in found]
         table.add_row(row.title, *("" if value is None else f"{value:.{row.digits}f}" for value in values))

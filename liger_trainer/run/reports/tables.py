@@ -6,8 +6,7 @@ A table has a column for every run, so that one run and several share the code.
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -216,35 +215,19 @@ OTHER_TOKENS_ROWS = (
     MetricRow("loss/alm", "ALM (nats/token)", better="lower"),
     MetricRow("loss/uld", "ULD", better="lower"),
 )
-# Of rows of a task with a checker, before all others. A name that ends with a slash stands for all that begin so.
+# Of rows of a task with a checker, before all others
 EXACT_MATCH = MetricRow("exact_match", "exact match", better="higher")
-TASK_ROWS = (
-    EXACT_MATCH,
-    MetricRow("exact_match/", "exact match", better="higher"),
-    MetricRow("teacher_exact_match", "teacher's exact match"),
-)
+TASK_ROWS = EXACT_MATCH, MetricRow("teacher_exact_match", "teacher's exact match")
 OTHER_NAME = {"perplexity": "student_perplexity"}  # a distillation logs both names
 
 
 def shown_rows(rows: Iterable[MetricRow], measured: Sequence[Collection[str]]) -> tuple[MetricRow, ...]:
-    """Return the rows whose metric some run has, each metric by one of its names.
-
-    Args:
-        measured: the names of the metrics of each run.
-    """
+    """Return the rows whose metric is among the names that some run has measured, each by one of its names."""
     return tuple(
         row
-        for row in chain.from_iterable(_each(row, measured) for row in (*TASK_ROWS, *rows))
+        for row in (*TASK_ROWS, *rows)
         if any(row.metric in names for names in measured) and not has_other_name(row.metric, measured)
     )
-
-
-def _each(row: MetricRow, measured: Iterable[Collection[str]]) -> list[MetricRow]:
-    """Return the row, or, where it stands for several metrics, one for each."""
-    if not row.metric.endswith("/"):
-        return [row]
-    found = sorted({name for names in measured for name in names if name.startswith(row.metric)})
-    return [replace(row, metric=name, title=f"{row.title}, {name.removeprefix(row.metric)}") for name in found]
 
 
 def has_other_name(metric: str, measured: Iterable[Collection[str]]) -> bool:
