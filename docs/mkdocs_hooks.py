@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -90,7 +91,12 @@ def api_pages() -> Iterator[tuple[str, str]]:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    (Path(config.site_dir) / "llms.txt").write_text(llms_txt(config.site_url or ""), encoding="utf-8")
+    site = Path(config.site_dir)
+    pages = re.findall(r"^- \[.*?\]\((.*?)\): ", llms_txt(""), re.M)
+    absent = [page for page in pages if not (site / page / "index.html").is_file()]
+    if absent or not pages:
+        raise PluginError(f"llms.txt names what is no page of the site: {', '.join(absent) or 'nothing is named'}")
+    (site / "llms.txt").write_text(llms_txt(config.site_url or ""), encoding="utf-8")
 
 
 def llms_txt(site: str) -> str:

@@ -18,13 +18,22 @@ if TYPE_CHECKING:
 
 
 def validate(config: Config, overrides: Overrides = None) -> None:
-    """Check a configuration and the paths in it. Show every mistake at once, with its line. Load no model, no data."""
-    from ..config.check import not_installed
+    """Check a configuration and the paths in it. Show every mistake at once, with its line. Load no weights, no data."""
+    from ..config.check import judged_by_the_model, not_installed
     from ..config.run_config import load_run_config
 
     # Not `exact`: TRL is imported only if something seems wrong.
     found = load_run_config(config, overrides or [], paths=True)
     show_notices(found)
+    if names := judged_by_the_model(found.values):
+        from ..run.models import check_names, config_at_hand  # which import torch
+
+        name, model_config = found["model_name_or_path"], config_at_hand(found)
+        check_names(found, name, model_config)
+        for key in names if model_config is None else ():
+            if key != "attn_implementation":
+                unchecked = found.error(key, f"not checked, since {name} is not on this machine; a run checks it first.")
+                typer.echo(f"liger-trainer: note: {unchecked}", err=True)
     # No mistakes: another machine may train.
     for key, missing in not_installed(found.values):
         typer.echo(f"liger-trainer: note: {found.error(key, missing)}", err=True)

@@ -398,3 +398,17 @@ def _has(package: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+# Of what transformers has under these names, and PEFT for every model, no model needs to be asked.
+_FOR_EVERY_MODEL: dict[str, tuple[Any, ...]] = {
+    "attn_implementation": (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
+    "lora_target_modules": (None, "all-linear", ["all-linear"]),
+    "lora_modules_to_save": (None, []),
+}
+
+
+def judged_by_the_model(values: Mapping[str, Any]) -> list[str]:
+    """The keys whose values are names that only the installed transformers and the model can judge."""
+    adapted = ("attn_implementation", *(key for key in _FOR_EVERY_MODEL if values["use_peft"]))
+    return [key for key, known in _FOR_EVERY_MODEL.items() if key in adapted and values[key] not in known]

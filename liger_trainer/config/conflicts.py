@@ -161,6 +161,7 @@ GONE = {
     "save_safetensors": "weights are always saved as safetensors",
     "use_mps_device": "an Apple GPU is used where there is one",
 }
+NO_FP16 = "a CPU does not train in fp16, and would train in fp32 without a word; leave fp16 out."
 DEFAULT_LMBDA = "not given: the completions in the rows, `0.0`. TRL's trainer lets the student sample, `1.0`."
 DEFAULT_BETA = "not given: forward KL (0.0). TRL's DistillationTrainer would take reverse KL, `beta: 1.0`."
 
@@ -247,6 +248,7 @@ _OF_TRL = (
     Conflict("padding_free", on("padding_free") & ~on("packing") & ~equals("max_length", None),
         "without packing it does not enforce max_length; set `max_length: null`."),
     Conflict("fp16", on("fp16") & on("bf16"), "give either bf16 or fp16, not both."),
+    Conflict("fp16", on("fp16") & on("use_cpu"), NO_FP16),
     # transformers refuses these too, but only when it builds its arguments, after seconds of imports
     Conflict("dataloader_prefetch_factor", given("dataloader_prefetch_factor") & ~on("dataloader_num_workers"),
         "has no effect without workers; set dataloader_num_workers to 1 or more."),

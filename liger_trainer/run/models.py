@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel, ProcessorMixin
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    ProcessorMixin,
+)
 from transformers.configuration_utils import PreTrainedConfig
 from trl import get_quantization_config
 
@@ -58,7 +65,8 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
     """Read the configuration and the tokenizer of the model named by `key`. A teacher may come without a tokenizer.
 
     Raises:
-        ConfigError: no such model, or files in it that transformers cannot read; the student is an adapter.
+        ConfigError: no such model, or files in it that transformers cannot read; the student is an adapter, or has no
+            module that the settings name.
     """
     name = config[key]
     try:
@@ -92,6 +100,8 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
         missing = isinstance(error, OSError) and not Path(path).is_dir()
         where = f" (no folder in {Path.cwd()})" if missing else ""
         raise config.error(key, f"{name} cannot be read as a model directory{where} or hub id: {error}") from None
+    if of_student:
+        check_names(config, path, model_config)
     return ModelFiles(key, path, revision, model_config, tokenizer)
 
 
@@ -180,13 +190,56 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
         if config[key] is not None and config[key] not in vocabulary:
             raise config.error(key, f"{config[key]!r} is not in the vocabulary of {files.path}.")
     layers = files.config.get_text_config(decoder=True).num_hidden_layers
-    _check_targets(config, files)
     step, kept = config["keep_every_nth_layer"], config["keep_layers"]
     if step is not None and step > layers:
         raise config.error("keep_every_nth_layer", f"expected at most {layers}, the layers there are, got {step}.")
     if kept is not None and (not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= layers):
         expected = f"expected indices from 0 to {layers - 1}, each once and ascending"
         raise config.error("keep_layers", f"{expected}, got {kept}.")
+
+
+def check_names(config: "RunConfig", path: str, model_config: PreTrainedConfig | None) -> None:
+    """Check `attn_implementation`, and the modules that adapters are put on, against the model without its weights.
+
+    transformers and PEFT would refuse a wrong name when they have loaded the weights. Where several modules are named,
+    and only some of them are wrong, PEFT says nothing.
+
+    Args:
+        model_config: None leaves the modules unchecked.
+
+    Raises:
+        ConfigError: there is no such attention, or the model has no such module.
+    """
+    attention = config["attn_implementation"]
+    known = ["eager", *AttentionInterface().valid_keys()]
+    if attention is not None and attention not in known and "/" not in attention:  # a kernel of the hub
+        hint = did_you_mean(attention, known)
+        raise config.error("attn_implementation", f"expected one of {', '.join(known)}, got {attention!r}.{hint}")
+    named = {key: names_of_modules(config[key]) for key in _MODULES if config["use_peft"]}
+    named = {key: names for key, names in named.items() if names and names not in ("all-linear", ["all-linear"])}
+    if not named or model_config is None or config["trust_remote_code"]:
+        return
+    with torch.device("meta"):  # no weights, only names
+        modules = [name for name, _ in auto_class(model_config).from_config(model_config).named_modules() if name]
+    last = sorted({last for name in modules if not (last := name.rpartition(".")[2]).isdigit()})
+    for key, names in named.items():
+        for name in [names] if isinstance(names, str) else names:
+            there = _matches if isinstance(names, str) else _ends_with  # text is a pattern
+            if not any(there(name, module) for module in modules):
+                hint = did_you_mean(name, ["all-linear", *last]) or f" It has {', '.join(last)}."
+                raise config.error(key, f"{path} has no module called {name!r}.{hint}")
+
+
+_MODULES = "lora_target_modules", "lora_modules_to_save"
+
+
+def config_at_hand(config: "RunConfig") -> PreTrainedConfig | None:
+    """Return the configuration of `model_name_or_path` if it is on this machine, else None."""
+    try:
+        path = os.path.expanduser(config["model_name_or_path"])
+        return AutoConfig.from_pretrained(path, revision=config["model_revision"] or "main", local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError):  # what is wrong with it is said where it is needed
+        return None
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -196,23 +249,8 @@ def _matches(pattern: str, name: str) -> bool:
         return False
 
 
-def _check_targets(config: "RunConfig", files: ModelFiles) -> None:
-    """Raise ConfigError where a name in `lora_target_modules` is none of a module's: PEFT would say so after it has
-    loaded the weights, or, if only some are wrong, not at all."""
-    targets = names_of_modules(config["lora_target_modules"]) if config["use_peft"] else None
-    if not targets or targets in ("all-linear", ["all-linear"]) or config["trust_remote_code"]:
-        return
-    with torch.device("meta"):  # no weights, only names
-        modules = [name for name, _ in auto_class(files.config).from_config(files.config).named_modules()]
-    last = sorted({name.rpartition(".")[2] for name in modules if not name.rpartition(".")[2].isdigit()} - {""})
-    if isinstance(targets, str):  # a pattern, or "all-linear" misspelt
-        found = {targets: any(_matches(targets, name) for name in modules)}
-    else:
-        found = {target: any(name == target or name.endswith(f".{target}") for name in modules) for target in targets}
-    for target, there in found.items():
-        if not there:
-            hint = did_you_mean(target, ["all-linear", *last]) or f" It has {', '.join(last)}."
-            raise config.error("lora_target_modules", f"{files.path} has no module called {target!r}.{hint}")
+def _ends_with(name: str, module: str) -> bool:
+    return f".{module}".endswith(f".{name}")
 
 
 def _template_text(config: "RunConfig") -> str | None:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from peft import PeftModel
 from rich.console import Console
 from transformers import Trainer
@@ -20,6 +21,7 @@ from .. import plugins
 from ..common.files import METRICS, REPORT, write_atomically, writing_to
 from ..common.weights import merged
 from ..compat.trainers import model_card_tags
+from ..config.conflicts import NO_FP16
 from ..config.yaml_reader import setting
 from ..errors import LigerTrainerError, NonFiniteError, StorageError
 from ..secrets import redact, redacted
@@ -71,6 +73,8 @@ def prepare(config: "RunConfig") -> OpenedRun:
     # What costs nothing is checked first. The rows come after the model, since their token ids are checked against it.
     output_dir = check_output_dir(config)
     check_checkpoint(config)
+    if config["fp16"] and not torch.accelerator.is_available():
+        raise config.error("fp16", NO_FP16)
     student = open_model(config, "model_name_or_path")
     data = load_run_datasets(config, student.vocab_size)
     return OpenedRun(config, run_console(), clock, output_dir, data, with_processor(config, student, data))

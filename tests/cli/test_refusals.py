@@ -60,7 +60,17 @@ REFUSED = [
         2,
         "command line: attn_implementation: flash_attention_2 needs",
     ),
-    ("run run.yaml attn_implementation=foo", 2, "command line: attn_implementation: student cannot be loaded"),
+    ("run run.yaml attn_implementation=foo", 2, "command line: attn_implementation: expected one of eager, "),
+    ("validate run.yaml attn_implementation=sdpaa", 2, "got 'sdpaa'. Did you mean sdpa?"),
+    ("validate run.yaml attn_implementation=sdpaa model_name_or_path=not/here", 2, "got 'sdpaa'. Did you mean sdpa?"),
+    ("validate run.yaml fp16=true", 2, "command line: fp16: a CPU does not train in fp16"),
+    ("run run.yaml fp16=true use_cpu=false", 2, "command line: fp16: a CPU does not train in fp16"),
+    ("validate run.yaml use_peft=true lora_modules_to_save=[lm_haed]", 2, "'lm_haed'. Did you mean lm_head?"),
+    (
+        "validate run.yaml use_peft=true lora_target_modules=[q_proj,k_porj]",
+        2,
+        "command line: lora_target_modules: student has no module called 'k_porj'. Did you mean k_proj?",
+    ),
     ("run run.yaml bf16=true use_cpu=false", 2, "command line: bf16: no GPU here computes in bf16: leave bf16 out"),
     (
         "run run.yaml use_peft=true lora_target_modules=[q_proj,k_porj]",
