@@ -192,7 +192,7 @@ def selected_rows(
 ) -> Rows:
     """Return the rows of hidden that take part: the labelled ones, or all without labels."""
     if rows is not None and num_items is not None:
-        raise ValueError("num_items was given twice: rows already holds it. Give it to RowSelection alone.")
+        raise ValueError("num_items was given twice: rows already holds it. Give it only to RowSelection.")
     if rows is not None:
         return rows.wait()
     return all_rows(hidden, num_items) if labels is None else RowSelection(labels, num_items, ignore_index).wait()

@@ -73,7 +73,7 @@ class SparseOptions:
     def __post_init__(self):
         if self.tail == "none" and not self.plain:
             raise ValueError(
-                f"tail none determines the forward KL alone, got kind {', '.join(self.weights)}: draws do not tell the "
+                f"tail none determines only the forward KL, got kind {', '.join(self.weights)}: draws do not tell the "
                 "teacher's probability of other tokens."
             )
         if self.tail not in TAILS:

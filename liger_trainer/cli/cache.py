@@ -207,7 +207,7 @@ def _contents(settings: "CacheSettings | HiddenSettings") -> str:
     if settings.kind == "hidden":
         cap = "" if settings.softcap is None else f" and softcap {settings.softcap:g}"
         return (
-            f"hidden states of {settings.width:,} values in {settings.dtype}, beside the head with scale "
+            f"hidden states of {settings.width:,} values in {settings.dtype}, and the head with scale "
             f"{settings.scale:g}{cap}; for any temperature"
         )
     # A cache without draws of the tail knows only how much mass the rest has.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def validate(config: Config, overrides: Overrides = None) -> None:
-    """Check a configuration and the paths in it. Show every mistake at once, with its line. Load no weights, no data."""
+    """Check a configuration and its paths. Show every mistake at once, with its line. Load no weights and no data."""
     from ..config.check import judged_by_the_model, not_installed
     from ..config.run_config import load_run_config
 
@@ -32,7 +32,7 @@ def validate(config: Config, overrides: Overrides = None) -> None:
         check_names(found, name, model_config)
         for key in names if model_config is None else ():
             if key != "attn_implementation":
-                unchecked = found.error(key, f"not checked, since {name} is not on this machine; a run checks it first.")
+                unchecked = found.error(key, f"not checked: {name} is not on this machine; a run checks it first.")
                 typer.echo(f"liger-trainer: note: {unchecked}", err=True)
     # No mistakes: another machine may train.
     for key, missing in not_installed(found.values):

@@ -90,13 +90,13 @@ def load_whole(
             raise
         raise ConfigError(
             f"{name}: some weights of the model cannot be made of the tensors in its files: some are missing or of "
-            "another shape, such as those of one expert. transformers' report above says which. Get the files anew."
+            "another shape, such as those of one expert. transformers' report above says which. Get the files again."
         ) from error
     wrong = "; ".join(_differences(info, any_shape))
     if wrong and not allow_missing_weights:
         raise ConfigError(
-            f"{name}: its files do not have the weights of a {type(model).__name__}: {wrong}. Get the files anew, or "
-            "mend the config.json beside them. Set allow_missing_weights to true if that is meant: what is missing or "
+            f"{name}: its files do not have the weights of a {type(model).__name__}: {wrong}. Get the files again, or "
+            "mend the config.json next to them. Set allow_missing_weights to true if that is meant: what is missing or "
             "of another shape is then drawn at random, what is not of the model left out."
         )
     return (model, info) if with_info else model
@@ -104,7 +104,7 @@ def load_whole(
 
 def _cut_off(name: Any, error: Exception) -> str:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"{name}: a file of its weights is cut off or damaged ({reason}). Get the files anew."
+    return f"{name}: a file of its weights is cut off or damaged ({reason}). Get the files again."
 
 
 def _differences(info: Mapping[str, Any], any_shape: bool) -> Iterator[str]:
@@ -186,7 +186,7 @@ def check_mergeable(kind: str) -> None:
     if of is not None and issubclass(of, PromptLearningConfig | AdaptionPromptConfig):
         raise ConfigError(
             f"{kind} is no change of weights, so it cannot be merged into its base, nor teach. `chat` and `eval` read "
-            "such adapters; train LoRA for a model of its own."
+            "such adapters; train LoRA if you need a whole model."
         )
 
 
@@ -207,7 +207,7 @@ def load_merged(load: Callable[..., Any], name: str, **options: Any) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name} is an adapter, and its base {adapter.base} cannot be loaded: {error}") from error
     if getattr(base, "hf_quantizer", None) is not None:
-        raise ConfigError(f"{adapter}. Here it would be added to quantised weights, which would be quantised anew.")
+        raise ConfigError(f"{adapter}. Here it would be added to quantised weights, which would be quantised again.")
     return merged(with_adapter(base, name, options.get("revision")))
 
 

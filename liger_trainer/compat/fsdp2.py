@@ -30,7 +30,7 @@ class WholeWeights:
     the units go through the same states as before.
 
     Args:
-        units: modules that `fully_shard` was called on, each alone.
+        units: modules that `fully_shard` was called on, one by one.
     """
 
     def __init__(self, units: Sequence[Any]):

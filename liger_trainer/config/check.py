@@ -360,7 +360,7 @@ def unknown_tracker(report_to: Any) -> str | None:
     """What is wrong with a value of `report_to`, in words: a name that is none of a tracker."""
     for name in tracker_names(report_to):
         if name in NO_NAMES:
-            return f"{name!r} stands alone; beside other trackers it means nothing."
+            return f"{name!r} cannot be combined with other trackers."
         if name not in TRACKERS:
             return f"expected {', '.join(TRACKERS)}, all or none, got {name!r}.{did_you_mean(name, TRACKERS)}"
     return None

@@ -152,7 +152,7 @@ FORMER = {
 GONE = {
     "dataset_batch_size": "rows are tokenized in batches of datasets' own size",
     "include_tokens_per_second": "tokens per second are always counted",
-    "logging_dir": "trackers choose their own; TENSORBOARD_LOGGING_DIR under `env` sets that of tensorboard",
+    "logging_dir": "trackers choose their own; TENSORBOARD_LOGGING_DIR under `env` sets tensorboard's",
     "logging_nan_inf_filter": "a loss is logged as it is; `on_non_finite` says what is done about one that is NaN",
     **dict.fromkeys(
         ("num_draft_prompts", "draft_tokens", "draft_temperature"),
@@ -283,7 +283,7 @@ _OF_A_FILE = (
         "teacher_model_name_or_path.")
         for key in ("keep_every_nth_layer", "keep_layers")),
     *(Conflict(key, on(key) & (on("teacher_prompt") | on("teacher_prompt_column")),
-        "teacher_prompt goes before each row alone; set it to false.")
+        "teacher_prompt goes before each single row; set it to false.")
         for key in ("packing", "eval_packing", "padding_free")),
     without("teacher_cache_dir", CACHE),
     without("teacher_column", given("teachers", words="`teachers`, among which it chooses")),

@@ -65,7 +65,7 @@ class RunOptions:
         conflicts=[
             (
                 given("holdout_fraction") & given("dataset_test_split"),
-                "has no effect beside dataset_test_split; leave one of them out.",
+                "has no effect with dataset_test_split; leave one of them out.",
             )
         ],
     )
@@ -82,7 +82,7 @@ class RunOptions:
         choices=("error", "skip"),
     )
     last_turn_only: bool = option(
-        False, "Learn the last message of a chat alone; all before it is the prompt. No change to rows with a prompt."
+        False, "Learn only the last message of a chat; all before it is the prompt. No change to rows with a prompt."
     )
     num_sample_completions: int = option(
         3, "Held-out prompts completed greedily by the teacher and by the student before and after training.", ge=0
@@ -99,7 +99,7 @@ class RunOptions:
     max_hours: float | None = option(
         None,
         "Stop after the step in which the run has taken so many hours: save a checkpoint, say how to go on, and end "
-        "with exit code 124. Each start counts anew.",
+        "with exit code 124. Each start, a resumed one too, counts from zero.",
         gt=0,
     )
     # Which variables are allowed: check.py.

@@ -198,7 +198,7 @@ def markdown() -> str:
 Every key that `liger-trainer run` knows, with {versions}. `liger-trainer config` prints them
 with their effective values and where each was set; `liger-trainer schema` prints this as JSON Schema,
 and with `--describe` also the texts that the installed TRL and transformers have for theirs. How values
-are given, and what is accepted beside these names: [the command line](cli.md).
+are given, and what is accepted in addition to these names: [the command line](cli.md).
 {tables}
 """
 

@@ -140,7 +140,7 @@ class PrivilegedTeacher(Teacher):
             )
         if self._column is not None and ("prompt" in first and "completion" not in first):
             raise ConfigError(
-                f"teacher_prompt_column: rows of prompts alone, as in the {name} dataset, keep no columns."
+                f"teacher_prompt_column: rows that are only prompts, as in the {name} dataset, keep no columns."
             )
         # such rows become chats when they are prepared
         alpaca = "instruction" in first and "output" in first and self._args.alpaca_prompt != "stanford_text"
@@ -227,7 +227,7 @@ class PrivilegedTeacher(Teacher):
             )
         if any(label != -100 for label in labels[1:size]):
             raise DataError(
-                f"{shown} has labels on tokens that teacher_prompt replaces: learn answers alone, as with prompt and "
+                f"{shown} has labels on tokens that teacher_prompt replaces: learn only answers, as with prompt and "
                 "completion, or assistant_only_loss: true."
             )
         return front

@@ -72,7 +72,7 @@ class QatPlugin(TrainerPlugin):
         ours = next((callback for callback in callbacks if isinstance(callback, QuantisedWeights)), None)
         now = quantised_weights(trainer.model)
         if now is not ours:
-            are = "are no longer quantised" if now is None else "are quantised anew"
+            are = "are no longer quantised" if now is None else "are quantised again"
             raise ConfigError(
                 f"qat: a trainer that was made later has got this model, whose weights {are}. Make the other trainer "
                 "when this one is done, or give it a copy of the model."
@@ -208,7 +208,7 @@ def _check(trainer: TrainerHost) -> None:
 
 def _check_layers(model: Any, layers: dict[str, nn.Linear], qat: str, group: int) -> None:
     if not layers:
-        raise ConfigError(f"qat: {type(model).__name__} has no linear layers beside its head.")
+        raise ConfigError(f"qat: {type(model).__name__} has no linear layers except its head.")
     for name, layer in layers.items():
         dtype = layer.weight.dtype
         if not dtype.is_floating_point or dtype.itemsize == 1:

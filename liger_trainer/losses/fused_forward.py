@@ -311,7 +311,7 @@ def check_loss(model: Any) -> None:
     if function is not ForCausalLMLoss:
         name = getattr(function, "__name__", "unnamed")
         raise ConfigError(
-            f"{type(model).__name__} has a loss of its own ({name}); the fused losses replace the causal-LM "
+            f"{type(model).__name__} has its own loss ({name}); the fused losses replace the causal-LM "
             "cross-entropy only."
         )
 

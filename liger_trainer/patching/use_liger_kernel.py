@@ -55,7 +55,7 @@ def replace_trl_log_probs(replacements: Replacements) -> None:
     stock = getattr(utils, CHUNKED_LOG_PROBS, None)
     if stock is None or tuple(inspect.signature(stock.forward).parameters)[1:] != _PARAMETERS:
         warnings.warn(
-            f"The fused head of TRL {trl.__version__} calls another function than that of TRL 1.16, which "
+            f"The fused head of TRL {trl.__version__} calls another function than the one of TRL 1.16, which "
             "liger_trainer.enable() replaces: its preference and RL trainers keep TRL's own.",
             stacklevel=3,
         )

@@ -176,7 +176,7 @@ def _model_facts(config: "RunConfig", results: "RunResults", model: Published) -
     facts = {
         "base": _named(config["model_name_or_path"]),
         "base's revision": config["model_revision"] if hub_id(config["model_name_or_path"]) else None,
-        "licence of the base": demo.licence if demo else "that of its own card",
+        "licence of the base": demo.licence if demo else "see its own card",
         "parameters": parameters(every),
         "trained of them": f"{parameters(trained)} ({trained / every:.2%})" if trained != every else None,
         "saved": "the LoRA adapter" if model.adapter else "the whole model",

@@ -118,7 +118,7 @@ def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None
     console.print(data)
     if facts.learned.startswith(USERS_TOO):
         console.print(
-            "What the user says is learned too. To learn the answers alone: assistant_only_loss=true; where the chat "
+            "What the user says is learned too. To learn only the answers: assistant_only_loss=true; where the chat "
             "template does not mark them, with supervised_part=content.",
             style="yellow",
             highlight=False,

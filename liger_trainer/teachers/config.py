@@ -121,7 +121,7 @@ class TeacherConfig:
         conflicts=[
             (
                 CACHE & SAMPLES,
-                "a cache knows the completions in the rows alone; leave lmbda and seq_kd out, or take the teacher "
+                "a cache knows only the completions in the rows; leave lmbda and seq_kd out, or take the teacher "
                 "itself.",
             )
         ],
@@ -171,7 +171,7 @@ class TeacherConfig:
     teacher_dtype: str | None = _of_loading(
         "teacher_dtype",
         None,
-        "dtype of the teacher's weights; default: that of the run.",
+        "dtype of the teacher's weights; default: the run's dtype.",
         _beside_keyword("teacher_dtype", "dtype"),
         choices=DTYPES,
     )
@@ -250,7 +250,7 @@ class TeacherConfig:
     )
     cache_tail_draws: int | None = option(
         None,
-        "Of topk: tokens drawn from the rest, default 32; 0: its mass alone.",
+        "Of topk: tokens drawn from the rest, default 32; 0: only its mass.",
         ge=0,
         le=MAX_ENTRIES - 1,
         conflicts=[

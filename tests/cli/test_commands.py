@@ -116,7 +116,7 @@ def test_a_file_with_many_mistakes_gets_them_all_with_their_lines(call, tmp_path
 def test_validate_says_which_names_it_could_not_check(call, tmp_path):
     (tmp_path / "lora.yaml").write_text("model_name_or_path: not/here\ndataset_name: rows/of\nuse_peft: true\n")
     _, err = commands.done(call("validate", "lora.yaml", "lora_target_modules=[q_porj]"))
-    assert "lora_target_modules: not checked, since not/here is not on this machine" in err
+    assert "lora_target_modules: not checked: not/here is not on this machine" in err
     assert "not checked" not in commands.done(call("validate", "lora.yaml", "lora_target_modules=all-linear"))[1]
 
 

@@ -101,7 +101,7 @@ def test_command_line_beats_file_beats_recipe_beats_trl(load):
         ("env: {OMP_NUM_THREADS: 1, PYTHONPATH: /x}", "env: PYTHONPATH is none of the variables that a configuration"),
 
         ("report_to: tensorbord", "got 'tensorbord'. Did you mean tensorboard?"),
-        ("report_to: [wandb, none]", "'none' stands alone"),
+        ("report_to: [wandb, none]", "'none' cannot be combined"),
         ("report_to: 5", "report_to: expected null or text or a list of text, got 5"),
         # keys that have no effect here, or are gone
         ("do_predict: true", "do_predict: not supported: a run ends with an evaluation"),
@@ -112,7 +112,7 @@ def test_command_line_beats_file_beats_recipe_beats_trl(load):
         ("eval_packing: true", "eval_packing: without `packing: true` or `padding_free: true` TRL's collator"),
         ("dataloader_prefetch_factor: 2", "dataloader_prefetch_factor: has no effect without workers"),
         ("test_split_size: 0.1", "test_split_size: belongs to `datasets`"),
-        ("dataset_test_split: dev\nholdout_fraction: 0.1", "has no effect beside dataset_test_split"),
+        ("dataset_test_split: dev\nholdout_fraction: 0.1", "has no effect with dataset_test_split"),
         ("recipe: distill_two_stage", "recipe: distill_two_stage was removed: run the second stage by itself"),
         ("second_stage: {lmbda: 0.5}", "second_stage: was removed: run the second stage by itself"),
         ("teacher_correction: {max_steps: 2}", "teacher_correction: was removed: fine-tune the teacher by itself fir"),

@@ -266,7 +266,7 @@ def test_adapters_a_word_piece_student_and_a_teacher_in_memory(teacher, kind):
     trainer = trained(make(loaded, word_piece(), kind, student=student, peft_config=adapters, max_steps=2))
     assert all(map(math.isfinite, logged(trainer))) and logged(trainer, f"loss/{kind}")[0] > 0
     unnamed = tiny_model(**TEACHER)
-    with pytest.raises(ConfigError, match="needs the teacher's tokenizer, and none lies beside"):
+    with pytest.raises(ConfigError, match="needs the teacher's tokenizer, and the teacher's folder has none"):
         make(unnamed, word_piece(), kind, student=tiny_model(vocab_size=160))
     assert make(unnamed, word_piece(), kind, student=student, teacher_tokenizer_name_or_path=teacher).teacher
 

@@ -223,4 +223,4 @@ def test_the_command_learns_instructions(tmp_path, monkeypatch, capsys):
     assert written["before"]["forward_kl"] > 0.01  # the adapters do nothing yet: this is what the prompt does
     assert written["after"]["forward_kl"] < 0.8 * written["before"]["forward_kl"]
     code, _, err = call(capsys, "validate", "run.yaml", "packing=true")
-    assert code == 2 and "packing: teacher_prompt goes before each row alone; set it to false." in err
+    assert code == 2 and "packing: teacher_prompt goes before each single row; set it to false." in err

@@ -198,7 +198,7 @@ def test_a_later_trainer_of_the_model_gets_the_weights_behind(again, tmp_path):
     for trainer in (copied, later):
         with trainer.quantised.lifted() if again else nullcontext():
             assert_weights(trainer.model, behind)
-    now = "are quantised anew" if again else "are no longer quantised"
+    now = "are quantised again" if again else "are no longer quantised"
     for use in (first.train, first.evaluate):
         with pytest.raises(ConfigError, match=f"a trainer that was made later has got this model, whose weights {now}"):
             use()
@@ -208,7 +208,7 @@ def test_an_earlier_trainer_does_not_train_weights_that_a_later_one_has_quantise
     first = sft()
     sft(first.model, **INT4)
     for use in (first.train, first.evaluate):
-        with pytest.raises(ConfigError, match="whose weights are quantised anew"):
+        with pytest.raises(ConfigError, match="whose weights are quantised again"):
             use()
 
 
@@ -277,7 +277,7 @@ def offloaded() -> Any:
     "model, options, message",
     [
         (tiny_model, {"qat": "int4"}, "expected groups of 32 inputs, model.layers.0.mlp.down_proj has 48 inputs"),
-        (partial(tiny_model, "gpt2"), {"qat": "int8"}, "GPT2LMHeadModel has no linear layers beside its head"),
+        (partial(tiny_model, "gpt2"), {"qat": "int8"}, "GPT2LMHeadModel has no linear layers except its head"),
         (tiny_model, {"qat": "int8", "optim": "lomo"}, "optim=lomo, which updates weights in its backward"),
         (partial(tiny_model, dtype=torch.float16), {"qat": "nvfp4"}, "nvfp4 knows bfloat16 and float32, model.layers"),
         (partial(tiny_model, intermediate_size=24), {"qat": "nvfp4"}, "outputs in 16s, model.layers.0.mlp.gate_proj"),

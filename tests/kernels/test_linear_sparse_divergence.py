@@ -305,7 +305,7 @@ NONE = torch.zeros(4, 0)
     ({"ids": torch.zeros(4, 1025).long(), "log_probs": torch.zeros(4, 1025)}, "have K = 1025"),
     ({"tail": "renormalize"}, "tail must be one of bucket, none, got 'renormalize'"),
     ({"top_ids": torch.zeros(3)}, "top_ids must be int64 or int32, one per row"),
-    ({"kind": "reverse_kl", "tail": "none"}, "tail none determines the forward KL alone, got kind reverse_kl"),
+    ({"kind": "reverse_kl", "tail": "none"}, "tail none determines only the forward KL, got kind reverse_kl"),
 ])  # fmt: skip
 def test_refusals(change, message):
     with pytest.raises(ValueError, match=message):

@@ -7,7 +7,7 @@ IDS = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
 TEN_KINDS = {
     "no JSON": ('{"input_ids": [1', "not valid JSON"),
     "no UTF-8": (b'{"input_ids": [1], "a": "\xff"}', "expected UTF-8 text"),
-    "half a surrogate pair": ('{"input_ids": [1], "a": "\\ud800"}', r"half of a surrogate pair alone \(\\ud800\)"),
+    "half a surrogate pair": ('{"input_ids": [1], "a": "\\ud800"}', r"one half of a surrogate pair \(\\ud800\)"),
     "nested": ('{"input_ids": [1], "a": ' + "[" * 3000 + "]" * 3000 + "}", "levels of lists and mappings"),
     "no object": ("true", "expected a JSON object"),
     "no column": ('{"labels": [1]}', "column 'input_ids': expected a list of integers"),

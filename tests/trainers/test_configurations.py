@@ -84,7 +84,7 @@ VALUES: list[tuple[Any, dict[str, Any], str]] = [
       for name, value in {"cache_entries": 8, "cache_bits": 16, "cache_tail_draws": 0}.items()),
     (KD, {**HIDDEN, "losses": [KL, {"type": "hidden_mse"}]}, "hidden_mse compares the outputs of layers"),
     (KD, {**HIDDEN, "losses": [{"type": "uld"}]}, "uld needs the model of a teacher"),
-    (KD, {**HIDDEN, "seq_kd": True}, "a cache knows the completions in the rows alone"),
+    (KD, {**HIDDEN, "seq_kd": True}, "a cache knows only the completions in the rows"),
     # servers
     (KD, {**SERVER, "teacher_server_base_url": None}, "teacher_server_base_url: missing; `teacher: server` needs it"),
     (KD, {**SERVER, "teacher_server_model": None}, "teacher_server_model: missing; `teacher: server` needs it"),

@@ -64,7 +64,7 @@ def _layers(source: ForeignConfig) -> Settings:
         source.note("blocks are spread uniformly, one to one where both models have as many.", "layer_mapping")
         return {"layers": "uniform", **found}
     if any(0 in pair for pair in given):
-        raise NotHere("layer_mapping names the embeddings (0); blocks alone are compared here.")
+        raise NotHere("layer_mapping names the embeddings (0); only blocks are compared here.")
     # blocks are counted from 0 here, without the embeddings
     return {"layers": [[own - 1, other - 1] for own, other in given], **found}
 
@@ -149,7 +149,7 @@ def _defaults(source: ForeignConfig) -> Iterator[Default]:
         yield "teacher.max_retries", 3, "teacher_server_retries"
     elif source.get("teacher.path") and not source.get("teacher.kwargs", {}).keys() & {"torch_dtype", "dtype"}:
         source.note(
-            "no dtype is named for the teacher: transformers 4 loads it in float32, 5 in that of its files; here it "
+            "no dtype is named for the teacher: transformers 4 loads it in float32, 5 in its files' dtype; here it "
             "has the run's, see teacher_dtype.",
             "teacher.kwargs",
         )

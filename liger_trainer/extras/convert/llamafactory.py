@@ -224,7 +224,7 @@ TOOL = Tool(
         "use_reentrant_gc": "gradients are the same either way.",
         "include_effective_tokens_per_second": "tokens per second are always counted.",
         f"{_TABLE}.*_hub_url": "of hubs, only Hugging Face's is read.",
-        "media_dir": "files of images are looked for beside the rows.",
+        "media_dir": "files of images are looked for in the folder of the rows.",
     },
     same={
         "do_train": ((True,), "a run trains."),
@@ -249,7 +249,7 @@ TOOL = Tool(
         "rope_scaling": "set it in the model's config.json.",
         "freeze_*": _PARTS,
         "predict_with_generate": _PREDICTION,
-        "max_length": "with LLaMA-Factory that is of predictions; that of rows is cutoff_len.",
+        "max_length": "LLaMA-Factory's max_length is the length of predictions; the length of rows is cutoff_len.",
         "max_new_tokens": _PREDICTION,
         "do_sample": _PREDICTION,
         "do_predict": _PREDICTION,

@@ -152,7 +152,7 @@ def _differences(source: ForeignConfig) -> Iterator[str]:
         return
     if any(name not in (*_CHATS, *_ALPACA) and not entry.get("train_on_input") for name, entry in chats.items()):
         yield "torchtune supervises the header before an answer too, such as <|im_start|>assistant; here it is context."
-    yield "The chat template is that of the model's tokenizer; it may begin with a system prompt, torchtune's do not."
+    yield "The chat template is the tokenizer's; it may begin with a system prompt, torchtune's do not."
 
 
 def _optimizer(value: Any, source: ForeignConfig) -> Settings:
@@ -283,7 +283,7 @@ TOOL = Tool(
         "log_peak_memory_stats": "peak memory is always reported.",
         "low_cpu_ram": "models are loaded so anyway.",
         "memory_efficient_fsdp_wrap": "accelerate wraps each decoder layer.",
-        "save_adapter_weights_only": "a run with adapters saves them alone.",
+        "save_adapter_weights_only": "a run with adapters saves only them.",
         "profiler.*": "there is no profiler in a run.",
     },
     same={

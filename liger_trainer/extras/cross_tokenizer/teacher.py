@@ -59,7 +59,7 @@ class CrossTokenizerTeacher(ModelTeacher):
         tokenizer = teacher_tokenizer(teacher, **options_of_teacher(teacher, args))
         if tokenizer is None:
             raise ConfigError(
-                f"{self.loss_type} needs the teacher's tokenizer, and none lies beside the teacher: name it in "
+                f"{self.loss_type} needs the teacher's tokenizer, and the teacher's folder has none: name it in "
                 "teacher_tokenizer_name_or_path."
             )
         self.tokenizer: Any = tokenizer

@@ -29,7 +29,7 @@ LINES, PARQUET = (".jsonl", ".json"), ".parquet"
 COLUMNS = ("prompt_token_ids", "prompt_logprobs")
 NO_IDS = (
     "has no prompt_token_ids, so nobody knows which tokens it is about. Ask the server with return_token_ids: true, or "
-    "write the ids that you sent beside the answer."
+    "write the ids that you sent next to the answer."
 )
 
 

@@ -71,7 +71,7 @@ class GenerateOptions:
         0.3, "Drop completions with a greater share of word 4-grams that occurred in them before.", ge=0, le=1
     )
     near_duplicates: float = option(
-        0.8, "Drop rows whose word 5-grams have this Jaccard similarity with an earlier row's; 1: equal ones alone.",
+        0.8, "Drop rows whose word 5-grams have this Jaccard similarity with an earlier row's; 1: only equal ones.",
         ge=0.5, le=1,
     )  # fmt: skip
     held_out: str | None = option(
@@ -84,7 +84,7 @@ class GenerateOptions:
     revision: str | None = option(None, "Revision of the teacher on the hub.")
     trust_remote_code: bool = option(False, "Run code that comes with the teacher.")
     dtype: str = option(
-        "auto", "dtype of the teacher's weights; auto: that of its files.",
+        "auto", "dtype of the teacher's weights; auto: as in its files.",
         choices=("auto", "bfloat16", "float16", "float32"),
         conflicts=[(given("dtype") & _SERVER, "has no effect with a server.")],
     )  # fmt: skip

@@ -301,7 +301,7 @@ def card(teacher: str, options: GenerateOptions, summary: dict[str, Any]) -> str
 def _licence(teacher: str, options: GenerateOptions) -> str:
     demo = DEMO_MODELS.get(teacher.removeprefix(DEMO)) if teacher.startswith(DEMO) else None
     of_teacher = f"{teacher} is under {demo.licence}" if demo else f"See the licence of {public(teacher)}"
-    of_prompts = f", and that of the prompts from {public(options.prompts)}" if options.prompts else ""
+    of_prompts = f", and the licence of the prompts from {public(options.prompts)}" if options.prompts else ""
     return (
         f"{of_teacher}{of_prompts}: some licences say what may be trained on a model's output, or how such a model "
         "must be called. This card names no licence for the rows; add one before you publish them.\n"

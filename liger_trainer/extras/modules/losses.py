@@ -400,7 +400,7 @@ def _check_fused(ce_weight, lse_square_scale, label_smoothing, return_z_loss, re
         )
     if ce_weight is not None and (label_smoothing or lse_square_scale):
         raise ValueError(
-            "ce_weight weighs the label's part of a loss alone; with label_smoothing or lse_square_scale there are "
+            "ce_weight weighs only the label's part of a loss; with label_smoothing or lse_square_scale there are "
             "others. Leave them 0, or use LigerCrossEntropyLoss."
         )
     if return_z_loss and label_smoothing:

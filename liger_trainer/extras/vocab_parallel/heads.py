@@ -99,7 +99,7 @@ class ShardedHead:
             return None  # one process, or DDP
         if not unit or not _by_rows(weight):
             raise ConfigError(
-                f"vocab_parallel: the output head ({type(module).__name__}) should be an FSDP2 unit of its own that is "
+                f"vocab_parallel: the output head ({type(module).__name__}) should be a separate FSDP2 unit that is "
                 f"sharded by rows over one dimension of a mesh. It has placements {weight.placements} on "
                 f"{weight.device_mesh}. Set vocab_parallel to never."
             )

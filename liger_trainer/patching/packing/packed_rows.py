@@ -81,7 +81,7 @@ def why_documents_mix(model: Any, by_lengths: bool, trusted: bool = False) -> st
     """
     config = model.config.get_text_config(decoder=True)
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
-        return "its forward takes no position_ids, which would start anew with each document"
+        return "its forward takes no position_ids, which would start at 0 in each document"
     kinds = other_layers(model, config)
     if kinds:
         return _why_layers_mix(model, config, ", ".join(kinds))

@@ -226,7 +226,7 @@ def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
         if images is not None and form not in FORMS:
             raise DataError(
                 f"the rows have images and {form}; with images expected messages, conversations, prompt and "
-                f"completion, or {text}. Take the column {images} out to learn text alone."
+                f"completion, or {text}. Take the column {images} out to learn only text."
             )
         _check_mask_options(config, train, form)
         chat_prompts = form.startswith("prompt") and isinstance(train[0]["prompt"], list)

@@ -202,7 +202,7 @@ def _problem(row: Any) -> str | None:
         text.encode()
     except UnicodeEncodeError as error:
         half = ord(text[error.start])
-        return f"expected Unicode text, got half of a surrogate pair alone (\\u{half:04x})"
+        return f"expected Unicode text, got one half of a surrogate pair (\\u{half:04x})"
     return None
 
 

@@ -265,7 +265,7 @@ def _comparison(runs: Sequence[RunRecord], labels: Sequence[str]) -> Verdict | N
     word = "lowest" if row.better == "lower" else "highest"
     name = row.title.partition(" (")[0]
     label, value = shown[first]
-    return Verdict(f"The {word} {name} on the held-out rows is that of {label}: {value} ({others}).", "")
+    return Verdict(f"{label} has the {word} {name} on the held-out rows: {value} ({others}).", "")
 
 
 def _cards(run: RunRecord) -> Iterator[dict[str, str]]:
