@@ -102,7 +102,7 @@ VALUES: list[tuple[Any, dict[str, Any], str]] = [
     (KD, {"max_completion_length": 0}, "max_completion_length: expected a number of at least 1, got 0"),
     (KD, {"max_completion_length": None}, "max_completion_length: expected an integer, got null"),
     (KD, {"vllm_mode": "remote"}, "vllm_mode: expected one of colocate, server, got 'remote'"),
-    (KD, {**CACHE, "lmbda": 0.1}, "a cache knows the completions in the rows"),
+    (KD, {**CACHE, "lmbda": 0.1}, "a cache knows only the completions in the rows"),
     (KD, {"lmbda": 1.0, "losses": [KL, CE]}, "ce in losses has no effect: it is of given completions, not of the st"),
     # rows
     (KD, {"weight_column": "weight", "lmbda": 0.5}, f"weight_column: {SAMPLED}"),
@@ -149,7 +149,7 @@ FILES: dict[str, list[str]] = {  # lines of a file: all that is said of them
     f"{MODEL}\nlmbda: 1.0\npacking: true": [f"packing: {ONE_BY_ONE}"],
     f"{MODEL}\nschedules: {{lmbda: {{to: 0.5}}}}\npacking: true": [f"packing: {ONE_BY_ONE}"],
     f"{MODEL}\nseq_kd: true\npadding_free: true\nmax_length: null": [f"padding_free: {ONE_BY_ONE}"],
-    "lmbda: 0.5\nteacher: cache\nteacher_cache_dir: c": ["teacher: a cache knows the completions in the rows"],
+    "lmbda: 0.5\nteacher: cache\nteacher_cache_dir: c": ["teacher: a cache knows only the completions in the rows"],
     f"{MODEL}\nlmbda: 0.5\nuse_vllm: true\nkeep_layers: [0, 2]": ["use_vllm: vLLM would load model_name_or_path wi"],
 }  # fmt: skip
 
