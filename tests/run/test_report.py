@@ -213,8 +213,8 @@ def test_several_runs_are_compared(make, tmp_path, monkeypatch, capsys, one_curv
 @pytest.mark.parametrize(
     ("kl", "verdict"),
     [
-        ((0.2, 0.1, 0.3), "The lowest forward KL on the held-out rows is that of two: 0.100 (one 0.200, three 0.300)."),
-        ((0.2, None, 0.3), "The lowest forward KL on the held-out rows is that of one: 0.200 (three 0.300)."),
+        ((0.2, 0.1, 0.3), "two has the lowest forward KL on the held-out rows: 0.100 (one 0.200, three 0.300)."),
+        ((0.2, None, 0.3), "one has the lowest forward KL on the held-out rows: 0.200 (three 0.300)."),
         ((0.2, 0.2, 0.2), None),
         ((0.2, math.nan, math.nan), None),
     ],
