@@ -296,6 +296,23 @@ def test_only_line_feeds_end_lines(load, tmp_path):
     assert sorted([*data.train["text"], *data.test["text"]]) == ["a\u2028b", "c\u0085d"]
 
 
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ('{"text": "a"}'.encode("utf-16"), "rows.jsonl: expected UTF-8 text, got UTF-16. Save it as UTF-8"),
+        ('{"text": "ä"}\n'.encode("latin-1"), "got the byte 0xe4 at character 11: save the file as UTF-8"),
+        (
+            '{"text": "ä"},\n{"text": "b"}\n'.encode(),
+            "rows.jsonl:1: expected one JSON object a line, got a comma after it",
+        ),
+    ],
+)
+def test_a_file_that_another_program_wrote_says_what_to_do(load, tmp_path, content, complaint):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(complaint)):
+        load("rows.jsonl")
+
+
 def test_a_thousand_wrong_lines_of_ten_kinds_are_located_or_skipped(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("model_name_or_path: m\ndataset_name: rows.jsonl\n")

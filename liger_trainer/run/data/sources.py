@@ -49,8 +49,20 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
             raise DataError(f"{path}:{number}: expected UTF-8 text: {error}") from None
 
 
+def _content(path: Path) -> bytes:
+    """Return the bytes of a file without a byte order mark.
+
+    Raises:
+        DataError: it has the mark of another encoding than UTF-8.
+    """
+    content = path.read_bytes()
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(f"{path}: expected UTF-8 text, got UTF-16. Save it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE.")
+    return content.removeprefix(b"\xef\xbb\xbf")
+
+
 def _byte_lines(path: Path) -> list[bytes]:
-    lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    lines = _content(path).split(b"\n")
     return lines if lines[-1] else lines[:-1]
 
 
@@ -135,7 +147,7 @@ def _problems(rows: list, check: Check) -> dict[int, str]:
 
 def _array(path: Path) -> list | None:
     """Return the elements of a file that is one JSON array; None for JSON lines, one of which may be a list."""
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    content = _content(path)
     if not content.lstrip().startswith(b"["):
         return None
     try:
@@ -153,7 +165,7 @@ def _array(path: Path) -> list | None:
 
 def _one_object(path: Path) -> list | None:
     """Return the row of a file that is one JSON object over several lines; None for any other file."""
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf").strip()
+    content = _content(path).strip()
     first, _, rest = content.partition(b"\n")
     if not (rest and first.startswith(b"{") and content.endswith(b"}")) or isinstance(_parsed(first), dict):
         return None
@@ -179,8 +191,11 @@ def _parsed(line: bytes) -> Any:
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        return f"expected UTF-8 text, got the byte {line[error.start]:#04x} at character {error.start + 1}"
+        got = f"got the byte {line[error.start]:#04x} at character {error.start + 1}"
+        return f"expected UTF-8 text, {got}: save the file as UTF-8"
     except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and error.doc[error.pos :].strip() == ",":
+            return "expected one JSON object a line, got a comma after it"
         return f"not valid JSON: {error.msg} at character {error.colno}"
     except RecursionError:
         return f"expected at most {DEEPEST} levels of lists and mappings, got more"
