@@ -341,11 +341,18 @@ def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, A
 
 
 def no_usable_column(have: Iterable[str], text_field: str) -> str:
-    """Say which columns rows may have, and which these have."""
+    """Say which columns rows may have, which these have, and what of them looks like a slip."""
+    have = list(have)
+    read = {"messages", "prompt", "completion", "input_ids", "conversations", *ALPACA, text_field}
+    hints = [
+        f" Rename {name!r} to {plain!r}." for name in have if (plain := name.strip().lower()) in read and plain != name
+    ]
+    if len(have) == 1 and (separator := next((sign for sign in ";\t|" if sign in have[0]), None)):
+        hints.append(f" The columns are separated by {separator!r}; in a .csv file expected commas.")
     return (
         f"no usable column. Expected messages, or prompt and completion, or {text_field} (named by "
         "dataset_text_field), or input_ids, or conversations as in ShareGPT, or instruction and output as in Alpaca; "
-        f"the rows have: {', '.join(have)}."
+        f"the rows have: {', '.join(have)}.{''.join(hints)}"
     )
 
 

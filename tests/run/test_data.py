@@ -180,6 +180,8 @@ def test_the_demo_keeps_its_own_split(load, monkeypatch):
         ('{"text": "a"}\n', "one row cannot be both trained on and held out"),
         ("\n\n", "split 'train' has no rows"),
         ("", "the file is empty"),
+        ('{"Text": "a"}\n' * 2, "the rows have: Text. Rename 'Text' to 'text'."),
+        ('{"text": "a\tb"}\n' * 2, "Invalid control character at character"),
     ],
 )  # fmt: skip
 def test_wrong_rows(load, text, complaint):
@@ -187,12 +189,12 @@ def test_wrong_rows(load, text, complaint):
         load("rows.jsonl", {"rows.jsonl": text})
 
 
-def test_one_json_object_over_several_lines_is_one_row(load):
+def test_json_objects_over_several_lines_are_rows(load):
     """Also where it wraps its rows, as SQuAD's files do, which is refused."""
     pretty = json.dumps({"messages": [{"role": "user", "content": "a"}]}, indent=2)
-    files = {"rows/a.json": pretty, "rows/b.json": pretty}
+    files = {"rows/a.json": pretty, "rows/b.json": f"{pretty}\n{pretty}\n\n{pretty}{pretty}"}  # as jq prints rows
     data = load("rows", files)
-    assert data.facts.train_rows + data.facts.test_rows == 2
+    assert data.facts.train_rows + data.facts.test_rows == 5
     for indent in (None, 2):
         text = json.dumps({"version": "1", "data": [{"text": "a"}, {"text": "b"}]}, indent=indent)
         with pytest.raises(DataError, match="wrapped.json: expected a list of rows.*holds a list under 'data'"):
@@ -331,6 +333,15 @@ def test_a_thousand_wrong_lines_of_ten_kinds_are_located_or_skipped(tmp_path, mo
     assert {tuple(row["input_ids"]) for row in data.train} == {(1, 2, 3)}
     seen = {data.place(split, i) for split in ("train", "test") for i in range(len(getattr(data, split)))}
     assert not seen & {f"rows.jsonl:{place}" for place in named} and "rows.jsonl:11" in seen
+
+
+def test_columns_of_a_csv_file_that_are_no_columns_say_why(load):
+    for header, row, hint in (
+        ("prompt;completion", "a;b", "The columns are separated by ';'; in a .csv file expected commas."),
+        ("prompt, completion", "a,b", "Rename ' completion' to 'completion'."),
+    ):
+        with pytest.raises(DataError, match=re.escape(hint)):
+            load("rows.CSV", {"rows.CSV": f"{header}\n{row}\n{row}\n"})
 
 
 def test_wrong_rows_of_other_formats_are_skipped_too(load):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _LONG_NUMBER = re.compile(r"\d{19}")
+_SPACE = re.compile(r"\s*")
 DEEPEST = 64  # levels of lists and mappings in a row
 Check = Callable[[Sequence[str]], Callable[[dict], str | None] | None]
 
@@ -46,7 +47,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
         try:
             yield number, line.decode().removesuffix("\r")
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}:{number}: expected UTF-8 text: {error}") from None
+            raise DataError(f"{path}:{number}: expected UTF-8 text: {error}. Save the file as UTF-8.") from None
 
 
 def _content(path: Path) -> bytes:
@@ -67,7 +68,7 @@ def _byte_lines(path: Path) -> list[bytes]:
 
 
 def read_json(path: Path, bad: BadRows, check: Check) -> "tuple[Dataset, list[int] | None, int]":
-    """Return the rows of JSON lines, of a JSON array or of one JSON object, their lines if any, and the blank lines.
+    """Return the rows of JSON lines, a JSON array or objects over several lines, the lines if any, and the blank lines.
 
     Args:
         bad: takes the rows that are wrong.
@@ -79,7 +80,7 @@ def read_json(path: Path, bad: BadRows, check: Check) -> "tuple[Dataset, list[in
     """
     rows, lines, blank = _array(path), None, 0
     if rows is None:
-        rows = _one_object(path)
+        rows = _objects(path)
     if rows is None:
         numbered = list(enumerate(_byte_lines(path), 1))
         kept = [(number, line) for number, line in numbered if line.strip()]
@@ -157,20 +158,28 @@ def _array(path: Path) -> list | None:
     except RecursionError:
         raise DataError(f"{path}: nested too deep; expected at most {DEEPEST} levels.") from None
     except json.JSONDecodeError as error:
-        if path.suffix == ".jsonl":
+        if path.suffix.lower() == ".jsonl":
             return None
         raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
     return rows
 
 
-def _one_object(path: Path) -> list | None:
-    """Return the row of a file that is one JSON object over several lines; None for any other file."""
+def _objects(path: Path) -> list | None:
+    """Return the rows of a file of JSON objects that take several lines each, as `jq` prints them; None for others."""
     content = _content(path).strip()
     first, _, rest = content.partition(b"\n")
     if not (rest and first.startswith(b"{") and content.endswith(b"}")) or isinstance(_parsed(first), dict):
         return None
-    value = _parsed(content)
-    return [value] if isinstance(value, dict) else None
+    rows, at = [], 0
+    try:
+        text = content.decode()
+        while at < len(text):
+            row, end = json.JSONDecoder().raw_decode(text, at)
+            rows.append(row)
+            at = _SPACE.match(text, end).end()  # pyright: ignore[reportOptionalMemberAccess] - it always matches
+    except (ValueError, RecursionError):
+        return None  # a wrong line of JSON lines
+    return rows
 
 
 def _refuse_wrapped(path: Path, row: Any, check: Check) -> None:
@@ -196,7 +205,7 @@ def _parsed(line: bytes) -> Any:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and error.doc[error.pos :].strip() == ",":
             return "expected one JSON object a line, got a comma after it"
-        return f"not valid JSON: {error.msg} at character {error.colno}"
+        return f"not valid JSON: {error.msg.removesuffix(' at')} at character {error.colno}"
     except RecursionError:
         return f"expected at most {DEEPEST} levels of lists and mappings, got more"
     except ValueError:  # Python's limit for the digits of a number
@@ -282,7 +291,7 @@ def load_source(config: "RunConfig", bad: BadRows) -> LoadedDataset:
         return _load_files(config, bad, {"train": [path]})
     if path.is_dir():
         return _load_directory(config, bad, path)
-    if path.is_absolute() or name.startswith((".", "~")) or path.suffix in SUFFIXES:
+    if path.is_absolute() or name.startswith((".", "~")) or path.suffix.lower() in SUFFIXES:
         raise config.error("dataset_name", f"no such file or directory: {name}")
     return _load_hub(config)
 
@@ -347,7 +356,7 @@ def _load_directory(config: "RunConfig", bad: BadRows, path: Path) -> LoadedData
             return LoadedDataset({"train": datasets.Dataset.load_from_disk(str(path))}, _row_of)
     except Exception as error:  # json, pyarrow and datasets each have their own
         raise DataError(f"{path}: cannot be read as the output of save_to_disk: {error}") from None
-    candidates = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
+    candidates = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES)
     if not candidates:
         expected = f"a file ending in {', '.join(SUFFIXES)}, or the output of save_to_disk"
         raise config.error("dataset_name", f"{path} holds no dataset; expected {expected}.")
@@ -408,9 +417,10 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
 
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty.")
-    if path.suffix in (".json", ".jsonl"):
+    kind = path.suffix.lower()
+    if kind in (".json", ".jsonl"):
         return read_json(path, bad, partial(_problem_in, config, bad))
-    if path.suffix == ".txt":
+    if kind == ".txt":
         numbered = list(numbered_lines(path))
         kept = [(n, line) for n, line in numbered if line.strip()]
         rows = datasets.Dataset.from_dict({config["dataset_text_field"]: [line for _, line in kept]})
@@ -419,7 +429,7 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
         ".csv": partial(_read_csv, texts=(*_TEXTS, config["dataset_text_field"])),
         ".parquet": datasets.Dataset.from_parquet, ".arrow": _read_arrow,
     }  # fmt: skip
-    read = readers.get(path.suffix)
+    read = readers.get(kind)
     if read is None:
         raise config.error("dataset_name", f"{path.name}: expected a file ending in {', '.join(SUFFIXES)}.")
     try:
@@ -427,7 +437,7 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
     except Exception as error:  # pyarrow, pandas and datasets each have their own
         cause = error.__cause__ or error
         advice = ". Save it as UTF-8" if isinstance(cause, UnicodeDecodeError) else ""
-        raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {cause}{advice}") from None
+        raise DataError(f"{path}: cannot be read as {kind[1:]}: {cause}{advice}") from None
     assert isinstance(loaded, datasets.Dataset)
     return loaded, None, 0
 
