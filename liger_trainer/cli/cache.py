@@ -69,7 +69,7 @@ def capture(context: typer.Context, config: Config, overrides: Overrides = None)
         with as_rank(), out_of_memory(TAKES_LESS):
             index = _capture(settings)
     except KeyboardInterrupt:
-        typer.echo("liger-trainer: interrupted; what was read is kept, and the same command goes on.", err=True)
+        typer.echo("liger-trainer: interrupted. What was captured is kept; the same command continues.", err=True)
         raise typer.Exit(130) from None
     if is_main_process():
         _print(Path(settings["teacher_cache_dir"]).expanduser(), index)

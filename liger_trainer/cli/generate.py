@@ -44,7 +44,7 @@ def generate(
         with handling(interrupt), out_of_memory(TAKES_LESS), _progress() as progress:
             generated = run(teacher, output_dir, options, progress)
     except KeyboardInterrupt:
-        typer.echo("liger-trainer: interrupted; what was sampled is kept, and the same command goes on.", err=True)
+        typer.echo("liger-trainer: interrupted. What was sampled is kept; the same command continues.", err=True)
         raise typer.Exit(130) from None
     _print(output_dir, generated)
 

@@ -56,7 +56,7 @@ def start(config: str, overrides: list[str], command: list[str], launcher: list[
         with as_rank(), handling(interrupt):
             _start(config, overrides, command, launcher)
     except KeyboardInterrupt:  # outside training, or a second one: `train_loop.train` saves a checkpoint first
-        typer.echo("liger-trainer: interrupted; what the output_dir holds is kept.", err=True)
+        typer.echo("liger-trainer: interrupted. Nothing in output_dir was removed.", err=True)
         raise typer.Exit(128 + signal.SIGINT) from None
 
 

@@ -22,7 +22,7 @@ IN_TRAINING = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "g
 HELD_OUT = ("loss", "forward_kl", "reverse_kl", "agreement_at_1", "perplexity", "mean_token_accuracy")
 SHORT = {"agreement_at_1": "agreement", "mean_token_accuracy": "accuracy"}
 TERM = "loss/"
-MEASURING_BEFORE, BETWEEN, AFTER = "measuring before", "evaluating", "measuring after"
+MEASURING_BEFORE, BETWEEN, AFTER = "before training", "evaluating", "after training"
 SILENT_FOR = 20.0  # seconds without a line, in a measurement without bars
 
 
@@ -55,7 +55,7 @@ class RunProgress(ProgressCallback):
         # Minutes without a line look like a run that hangs.
         if self.prediction_bar.disable and self.phase != BETWEEN:
             if not self.batches:
-                print(f"{self.phase}: held-out rows, batches: {len(eval_dataloader)}", flush=True)
+                print(f"{self.phase}: measuring the held-out rows, batches: {len(eval_dataloader)}", flush=True)
                 self.said = time.perf_counter()
             elif time.perf_counter() - self.said > SILENT_FOR:
                 print(f"{self.phase}: batch {self.batches} of {len(eval_dataloader)}", flush=True)

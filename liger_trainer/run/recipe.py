@@ -213,10 +213,12 @@ def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "Ru
     trainer.accelerator.end_training()  # ends the process group too
     nans = [name for name, value in results.after.items() if math.isnan(value)]
     if nans:
-        raise NonFiniteError(f"the trained model's {', '.join(nans)} is NaN; what is in {output_dir} is of no use.")
+        raise NonFiniteError(f"the trained model's {', '.join(nans)} is NaN: the model in {output_dir} cannot be used.")
     if refused is not None:
         upload = shlex.join(["hf", "upload", trainer.hub_model_id or output_dir.name, str(output_dir), "."])
-        raise LigerTrainerError(f"{output_dir} is complete, but was not pushed to the hub: {refused} Again: {upload}")
+        raise LigerTrainerError(
+            f"{output_dir} is complete, but was not pushed to the hub: {refused} To push it again: {upload}"
+        )
 
 
 def _push(trainer: Trainer, config: "RunConfig") -> Exception | None:
@@ -268,9 +270,9 @@ def _report(output_dir: Path) -> None:
     from .reports.html import write_report
     from .reports.tables import read_runs
 
-    advice = f"again: liger-trainer report {shlex.quote(str(output_dir))}"
+    advice = f"to write it again: liger-trainer report {shlex.quote(str(output_dir))}"
     try:
-        with writing_to(output_dir / REPORT, f"All else of the run is saved; {advice}"):
+        with writing_to(output_dir / REPORT, f"Everything else of the run is saved; {advice}"):
             write_report(read_runs([output_dir]), output_dir / REPORT)
     except StorageError:
         raise

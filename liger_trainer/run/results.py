@@ -183,7 +183,7 @@ def check_output_dir(config: "RunConfig") -> Path:
         raise config.error("output_dir", f"{output_dir} holds a finished run ({METRICS}); {advice}.")
     earlier = _earlier_checkpoints(config, output_dir)
     if earlier and not config["overwrite_output_dir"]:
-        advice = "set resume_from_checkpoint=true to go on with it, or overwrite_output_dir=true to remove it"
+        advice = "set resume_from_checkpoint=true to continue it, or overwrite_output_dir=true to remove it"
         raise config.error("output_dir", f"{output_dir} holds {earlier[-1].name} of an earlier run; {advice}.")
     for key in ("model_name_or_path", "teacher_model_name_or_path"):
         name = config.values.get(key)
@@ -220,7 +220,7 @@ def check_writable(config: "RunConfig", key: str, path: Path) -> None:
             pass
     except OSError as error:
         why = f" ({error.strerror})" if nearest.is_dir() else ""
-        raise config.error(key, f"{nearest} is no directory that can be written to{why}.") from None
+        raise config.error(key, f"{nearest} is not a directory that can be written to{why}.") from None
 
 
 def _earlier_checkpoints(config: "RunConfig", output_dir: Path) -> list[Path]:
@@ -233,7 +233,7 @@ def _earlier_checkpoints(config: "RunConfig", output_dir: Path) -> list[Path]:
 
 def resume_hint(output_dir: Path) -> str:
     """Say how a run is gone on with, for an error that ends it."""
-    return f"To go on from the newest checkpoint: {shlex.join(['liger-trainer', 'resume', str(output_dir)])}"
+    return f"To continue from the newest checkpoint: {shlex.join(['liger-trainer', 'resume', str(output_dir)])}"
 
 
 def start_output(trainer: Trainer, config: "RunConfig") -> None:

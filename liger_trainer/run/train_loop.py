@@ -94,8 +94,8 @@ class MeasureBefore(TrainerCallback):
         if text is None:
             if self.trainer.is_world_process_zero():
                 warnings.warn(
-                    f"{checkpoint} has no {BEFORE}, the measurement before training, as no run saved it: what "
-                    f"{METRICS} and the report call before is the student after step {self.began_at}.",
+                    f"{checkpoint} was not saved by `liger-trainer run`, so the measurement before training is "
+                    f"missing: in {METRICS} and the report, 'before' is the model after step {self.began_at}.",
                     stacklevel=2,
                 )
             return None
@@ -162,7 +162,7 @@ def _how_to_go_on(trainer: LigerTrainer) -> str:
     newer = [] if checkpoints_in(run_dir)[-1:] == [saved] else ["--checkpoint", saved.name]
     return (
         f"Stopped at step {state.global_step} of {state.max_steps}; saved {saved}. "
-        f"To go on: liger-trainer {shlex.join(['resume', str(run_dir), *newer])}"
+        f"To continue: liger-trainer {shlex.join(['resume', str(run_dir), *newer])}"
     )
 
 
@@ -175,8 +175,8 @@ def _check_steps_left(args: TrainingArguments, state: TrainerState, checkpoint: 
     finished = Path(str(args.output_dir), METRICS).is_file()
     if checkpoint and (state.global_step > state.max_steps or (finished and state.global_step == state.max_steps)):
         raise ConfigError(
-            f"{checkpoint} is after step {state.global_step} of {state.max_steps}: nothing is left to train. To train "
-            "on, say for how long: max_steps=... or num_train_epochs=...; to measure what is there: "
+            f"{checkpoint} was saved after step {state.global_step} of {state.max_steps}: nothing is left to train. To "
+            "train longer, set max_steps=... or num_train_epochs=...; to measure the model as it is: "
             f"liger-trainer eval {shlex.quote(str(checkpoint))}"
         )
 
@@ -197,8 +197,8 @@ def _warn_of_few_steps(trainer: LigerTrainer, steps: int) -> None:
     more += ["gradient_accumulation_steps=1"] if args.gradient_accumulation_steps > 1 else []
     only = "1 step" if steps == 1 else f"{steps} steps"
     announce(
-        f"this run has only {only}, since there are {len(sequences):,} {packed} and a step takes up to "
-        f"{rows}: the model will hardly change. More steps come of {', '.join(more)}."
+        f"this run has only {only}, in which the model will hardly change: there are {len(sequences):,} {packed}, and a "
+        f"step takes up to {rows} of them. For more steps: {', '.join(more)}."
     )
 
 
@@ -327,7 +327,7 @@ class StopEarly(TrainerCallback):
     def error(self, message: str) -> Interrupted:
         """Return what to raise for the reason of the stop."""
         if self.reason == OUT_OF_TIME:
-            return OutOfTimeError(f"max_hours: {self.max_hours:g} is over. {message}")
+            return OutOfTimeError(f"max_hours: {self.max_hours:g} hours have passed. {message}")
         return Interrupted(f"{signal.Signals(self.reason).name}: {message}")
 
 

@@ -286,7 +286,7 @@ class ModelTeacher(Teacher):
         if (fsdp or deepspeed) and not keeps_device(self._args):
             check_alike(self._fingerprints, self._name)
         if self._args.teacher_offload:
-            announce(f"{self._name}: its layers are not patched: their weights are streamed.")
+            announce(f"{self._name}: its layers are not patched, since their weights are streamed.")
             patch_packed_attention(base_of(teacher), None, trainer.packed_rows)
         else:
             self.patched = patch_layers(teacher, trainer.patched.options, self._name, trainer.packed_rows)

@@ -155,7 +155,7 @@ def _patched_as_live(teacher: PreTrainedModel, args: LigerDistillConfig) -> Call
         What gives the model back as it was.
     """
     if args.teacher_offload:
-        announce("teacher: its layers are not patched: their weights are streamed.")
+        announce("teacher: its layers are not patched, since their weights are streamed.")
         return lambda: None
     earlier = patched_record(teacher)
     was_packed = earlier is not None and earlier.packs_attention

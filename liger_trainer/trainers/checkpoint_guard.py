@@ -110,7 +110,9 @@ class CheckpointGuard:
                 raise ConfigError(f"resume_from_checkpoint: no checkpoint in {run_dir}.")
             # stacklevel 7 is who called train(): this, two functions that the first process runs, choose, train
             for name, reason in choice.passed_over.items():
-                warnings.warn(f"{name} is passed over: {reason}. Going on from {choice.checkpoint}.", stacklevel=7)
+                warnings.warn(
+                    f"{name} is damaged and is not used: {reason}. Continuing from {choice.checkpoint}.", stacklevel=7
+                )
             checkpoint = choice.checkpoint
         else:
             checkpoint = Path(str(wanted))
@@ -118,7 +120,7 @@ class CheckpointGuard:
         if not has_manifest(checkpoint):
             warnings.warn(
                 f"{checkpoint} has no manifest, as it was saved by an earlier version or by another trainer: the files "
-                "are there, but whether they are as they were written is not known.",
+                "are there, but nothing tells whether they have changed since.",
                 stacklevel=7,
             )
         if weights_alone(checkpoint):
@@ -143,8 +145,8 @@ class CheckpointGuard:
             state.best_metric = state.best_global_step = None
             if self._trainer.is_world_process_zero():
                 warnings.warn(
-                    f"The best checkpoint so far, {known}, is neither there nor next to {folder} any more: the best is "
-                    "chosen among those that come.",
+                    f"The best checkpoint so far, {known}, is gone, and is not next to {folder}: the best will be chosen "
+                    "among the checkpoints from now on.",
                     stacklevel=8,  # who called train()
                 )
         return state
@@ -344,7 +346,9 @@ class ResumeCheck:
         if differences and not force:
             raise ConfigError(_refusal(Path(checkpoint), differences))
         if differences and main:
-            warnings.warn(f"Going on from {checkpoint} with something else: {'; '.join(differences)}.", stacklevel=3)
+            warnings.warn(
+                f"Continuing from {checkpoint}, although these differ: {'; '.join(differences)}.", stacklevel=3
+            )
 
     def remember(self) -> None:
         """Put the fingerprints into the trainer's state, which a checkpoint saves."""
@@ -385,7 +389,7 @@ class ResumeCheck:
         there = state.get("stateful_callbacks", {}).get(TRAINER_STATE, {}).get(KEY)
         if there is None:
             warnings.warn(
-                f"{checkpoint} does not say what its training was begun with, as it was saved by an earlier version "
+                f"{checkpoint} does not record what its training started with, as it was saved by an earlier version "
                 "or by another trainer, so data, tokenizer and models are not compared.",
                 stacklevel=4,
             )

@@ -177,7 +177,7 @@ class RowPreparation:
         end, *known = (repr(tokenizer.convert_ids_to_tokens(token)) for token in (self._last_special, *ends))
         announce(
             f"the training rows end with {end}, but what the model writes ends with {' or '.join(known) or 'nothing'}: "
-            f"it would learn to write {end} and not stop there. If it should stop, set eos_token to {end}."
+            f"the model would learn to write {end}, but would not stop there. To make it stop, set eos_token to {end}."
         )
 
     @contextmanager

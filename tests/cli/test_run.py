@@ -238,7 +238,9 @@ def flip(path: Path) -> None:
 
 def test_resume_takes_the_newest_whole_checkpoint_and_says_what_it_passes_over(trained, copy, cli):
     flip(copy / "checkpoint-4" / "adapter_model.safetensors")
-    with pytest.warns(UserWarning, match=r"checkpoint-4 is passed over: adapter_model.safetensors is not what was wri"):
+    with pytest.warns(
+        UserWarning, match=r"checkpoint-4 is damaged and is not used: adapter_model.safetensors is not what was wri"
+    ):
         code, _, err = cli("resume", copy)
     assert code == 0, err
     assert metrics(copy)["training"]["resumed_at"] == 2 and metrics(copy)["before"] == metrics(trained)["before"]

@@ -419,7 +419,7 @@ def test_the_same_configuration_may_distil_from_another_teacher_or_a_cache(call)
         (["fsdp=full_shard"], "one process; take it out with ~fsdp"),
         (["student_output_dir=teacher"], "teacher is there already and is not empty"),
         (["student_output_dir=rows.jsonl"], "rows.jsonl is there already"),
-        (["student_output_dir=rows.jsonl/x"], "no directory that can be written to"),
+        (["student_output_dir=rows.jsonl/x"], "not a directory that can be written to"),
         (["WORLD_SIZE"], "without a launcher"),
         (["run", "max_steps=1"], "student_num_layers.*init-student.*~student_num_layers"),
     ],

@@ -137,7 +137,7 @@ def test_the_card_that_is_pushed_is_this_one(run, monkeypatch):
         raise ConnectionError("the hub is away")
 
     monkeypatch.setattr(hub, "upload_folder", refuse)
-    with pytest.raises(LigerTrainerError, match="not pushed to the hub: the hub is away Again: hf upload"):
+    with pytest.raises(LigerTrainerError, match="not pushed to the hub: the hub is away To push it again: hf upload"):
         run("smollm2/sft_full", "push_to_hub=true", "overwrite_output_dir=true")
     assert (output_dir / "metrics.json").is_file()
 

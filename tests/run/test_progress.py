@@ -60,7 +60,7 @@ def test_a_line_for_each_evaluation_and_what_is_measured(run):
     assert [int(step) for step, _ in held_out] == [3, 6]
     assert all(math.isclose(float(loss), between[int(step)], rel_tol=1e-3) for step, loss in held_out)
     before = "Before training, held-out rows: forward KL"
-    order = ("measuring before:", before, "step 2/6", "step 6/6", "measuring after:")
+    order = ("before training:", before, "step 2/6", "step 6/6", "after training:")
     places = [run.out.index(text) for text in order]
     assert places == sorted(places)
     assert f"forward KL (nats/token) {run.metrics['before']['forward_kl']:.3f}" in run.out
@@ -85,7 +85,7 @@ def test_the_end_of_a_run(run):
     [
         (
             ["per_device_train_batch_size=8", "gradient_accumulation_steps=8"],
-            "only 1 step, since there are 24 rows and a step takes up to 64",
+            "there are 24 rows, and a step takes up to 64 of them. For more steps: num_train_epochs=10",
         ),
         (["packing=true", "max_length=64"], "sequences that rows are packed into"),
         (["max_steps=2"], None),  # who asks for two steps knows it
@@ -95,9 +95,9 @@ def test_the_end_of_a_run(run):
 def test_few_steps_are_announced_before_training(run, overrides, said):
     out, _ = printed_of(run.folder, "~max_steps", "num_train_epochs=1", "output_dir=few", "overwrite_output_dir=true",
                         "eval_strategy=no", "num_sample_completions=0", *overrides)  # fmt: skip
-    assert ("the model will hardly change. More steps come of num_train_epochs=" in out) == (said is not None)
+    assert ("in which the model will hardly change: " in out) == (said is not None)
     if said is not None:
-        assert said in out and out.index(said) < out.index("measuring before")
+        assert said in out and out.index(said) < out.index("before training: measuring")
 
 
 def test_a_long_measurement_goes_on_saying_something(capsys, monkeypatch):
@@ -108,8 +108,8 @@ def test_a_long_measurement_goes_on_saying_something(capsys, monkeypatch):
         progress.on_prediction_step(None, state, None, eval_dataloader=[0] * 50)
         clock.now += 1.0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == ["measuring before: held-out rows, batches: 50", "measuring before: batch 21 of 50",
-                     "measuring before: batch 42 of 50"]  # fmt: skip
+    assert lines == ["before training: measuring the held-out rows, batches: 50", "before training: batch 21 of 50",
+                     "before training: batch 42 of 50"]  # fmt: skip
 
 
 def test_the_time_left_is_not_that_of_the_first_step(monkeypatch):
@@ -163,7 +163,7 @@ def test_bars_say_what_they_are(capsys, monkeypatch):
     progress.on_prediction_step(None, state, None, eval_dataloader=loader)
     progress.on_evaluate(None, state, None, metrics={})
     printed = capsys.readouterr()
-    bars = ("measuring before", "training", "evaluating", "measuring after")
+    bars = ("before training", "training", "evaluating", "after training")
     places = [printed.err.find(f"{name}:") for name in bars]
     assert -1 < places[0] and places == sorted(places)
     assert printed.out == "step 2/4  held out:  loss 2.5  in 1.0 s\n"

@@ -223,7 +223,7 @@ def test_what_is_seen_with_the_weights_is_a_message_too(run, overrides, code, me
         ("keep_every_nth_layer=5", 2, "keep_every_nth_layer: expected at most 4"),
         ("chat_template_path=missing.jinja", 2, "chat_template_path: no such file"),
         ("output_dir=student", 2, "output_dir: student is also model_name_or_path"),
-        ("output_dir=rows.jsonl", 2, "output_dir: rows.jsonl is no directory that can be written to"),
+        ("output_dir=rows.jsonl", 2, "output_dir: rows.jsonl is not a directory that can be written to"),
         ("load_best_model_at_end=true eval_strategy=epoch", 2, "needs checkpoints where evaluations are"),
         ("resume_from_checkpoint=true", 2, "resume_from_checkpoint: no checkpoint in out"),
         ("resume_from_checkpoint=checkpoint-9", 2, "resume_from_checkpoint: no such directory"),
@@ -232,7 +232,7 @@ def test_what_is_seen_with_the_weights_is_a_message_too(run, overrides, code, me
          "id 3 is 'w3' for the student and 'w5' for the teacher"),
         ("model_name_or_path=plain", 2, "this tokenizer has no chat template; set chat_template_path"),
         # on a network's file system the rights of a folder may allow what its server refuses
-        ("output_dir=refused", 2, "is no directory that can be written to (Permission denied)"),
+        ("output_dir=refused", 2, "is not a directory that can be written to (Permission denied)"),
     ],
 )  # fmt: skip
 def test_bad_input_is_told_before_weights_are_loaded(run, tmp_path, monkeypatch, overrides, code, message):

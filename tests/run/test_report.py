@@ -459,5 +459,5 @@ def test_a_report_that_fails_does_not_fail_the_run(make, monkeypatch, capsys):
     monkeypatch.setattr(html_report, "draw", broken)
     folder = make("first")
     saving._report(folder)
-    told = f"no report was written: RuntimeError: no fonts; again: liger-trainer report {folder}"
+    told = f"no report was written: RuntimeError: no fonts; to write it again: liger-trainer report {folder}"
     assert told in capsys.readouterr().err and not (folder / "report.html").exists()

@@ -75,7 +75,7 @@ def test_a_signal_saves_a_checkpoint(folder, capsys, send, number):
     handlers = [signal.getsignal(each) for each in SIGNALS]
     # save_strategy best decides after an evaluation whether to save; none is made
     best = ("save_strategy=best", "metric_for_best_model=loss", "greater_is_better=true")
-    said = f"{number.name}: Stopped at step 2 of 100000; saved out/checkpoint-2. To go on: liger-trainer resume out"
+    said = f"{number.name}: Stopped at step 2 of 100000; saved out/checkpoint-2. To continue: liger-trainer resume out"
     refused(run(capsys, *best, "eval_strategy=steps", "eval_steps=1"), 130, said)
     assert Path("out/checkpoint-2/model.safetensors").is_file()
     assert [signal.getsignal(each) for each in SIGNALS] == handlers
@@ -83,7 +83,7 @@ def test_a_signal_saves_a_checkpoint(folder, capsys, send, number):
 
 def test_a_second_ctrl_c_stops_at_once(folder, capsys, send):
     send(signal.SIGINT, signal.SIGINT, pause=1.1)
-    refused(run(capsys), 130, "interrupted; what the output_dir holds is kept")
+    refused(run(capsys), 130, "interrupted. Nothing in output_dir was removed")
     assert not Path("out/checkpoint-2").exists()
 
 
@@ -110,7 +110,7 @@ def test_a_signal_before_training_ends_the_run(folder, capsys, monkeypatch):
 def test_a_signal_in_the_last_step_ends_the_run(folder, capsys, send):
     """And what is left to do, saving the model and measuring it, a resumed run does."""
     send(signal.SIGTERM)
-    said = "SIGTERM: Stopped at step 2 of 2; saved out/checkpoint-2. To go on: liger-trainer resume out"
+    said = "SIGTERM: Stopped at step 2 of 2; saved out/checkpoint-2. To continue: liger-trainer resume out"
     refused(run(capsys, "max_steps=2"), 130, said)
     assert not Path("out/metrics.json").exists()
     done(call(capsys, "resume", "out"))
@@ -132,18 +132,16 @@ def test_a_signal_after_the_last_step_ends_the_run_where_that_loses_nothing(fold
     if save == "no":  # only the end of the run saves the model
         done(ran)
     else:
-        refused(ran, 130, "saved out/checkpoint-2. To go on")
+        refused(ran, 130, "saved out/checkpoint-2. To continue")
     assert Path("out/metrics.json").exists() is (save == "no")
 
 
 def test_max_hours_saves_a_checkpoint(folder, capsys, send):
-    said = (
-        "max_hours: 1e-09 is over. Stopped at step 1 of 100000; saved out/checkpoint-1. To go on: liger-trainer resume"
-    )
+    said = "max_hours: 1e-09 hours have passed. Stopped at step 1 of 100000; saved out/checkpoint-1. To continue: liger-trainer resume"
     assert "--checkpoint" not in refused(run(capsys, "max_hours=1e-9"), 124, f"{said} out")
     Path("out/checkpoint-9").mkdir()  # of later steps, before a run that goes back
     again = call(capsys, "resume", "out", "--checkpoint", "checkpoint-1", "max_hours=1e-9")
-    refused(again, 124, "To go on: liger-trainer resume out --checkpoint checkpoint-2")
+    refused(again, 124, "To continue: liger-trainer resume out --checkpoint checkpoint-2")
     done(run(capsys, "max_hours=1e-9", "max_steps=1", "output_dir=ended"))  # over in the last step: it is finished
     refused(run(capsys, "max_hours=0"), 2, "max_hours")
 

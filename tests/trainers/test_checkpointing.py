@@ -85,10 +85,10 @@ def test_damage_to_any_file_is_found(out, harm):
 def test_the_newest_whole_checkpoint_is_taken_and_a_damaged_one_refused(out, whole):
     (out / "checkpoint-4" / "optimizer.pt").unlink()
     flip(out / "checkpoint-3" / "model.safetensors")
-    with pytest.warns(UserWarning, match="checkpoint-4 is passed over: optimizer.pt is") as caught:
+    with pytest.warns(UserWarning, match="checkpoint-4 is damaged and is not used: optimizer.pt is") as caught:
         trainer = make(out)
         trainer.train(True)
-    assert "checkpoint-3 is passed over: model.safetensors is" in str([w.message for w in caught])
+    assert "checkpoint-3 is damaged and is not used: model.safetensors is" in str([w.message for w in caught])
     assert trainer.resumed_from == out / "checkpoint-2"
     assert weights(out / "checkpoint-4") == weights(whole / "checkpoint-4")
     flip(out / "checkpoint-4" / "model.safetensors")

@@ -168,7 +168,7 @@ def test_a_checkpoint_from_before_goes_on_with_one_warning(place, capsys):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert end_of("resume", "full") == 0, capsys.readouterr().err
-    assert sum("does not say what its training was begun with" in str(w.message) for w in caught) == 1
+    assert sum("does not record what its training started with" in str(w.message) for w in caught) == 1
 
 
 # In Python

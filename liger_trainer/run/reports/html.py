@@ -78,7 +78,7 @@ def verdict(
     first = judged[0]
     old, new = before[first.metric], after[first.metric]
     if new != new:
-        return Verdict(f"{_name(first)} on the held-out rows is NaN: the trained model is of no use.", "bad")
+        return Verdict(f"{_name(first)} on the held-out rows is NaN: the trained model cannot be used.", "bad")
     if abs(new - old) <= HARDLY * abs(old):
         word, tone = "hardly changed", ""
     elif (new < old) == (first.better == "lower"):
