@@ -197,8 +197,8 @@ def _warn_of_few_steps(trainer: LigerTrainer, steps: int) -> None:
     more += ["gradient_accumulation_steps=1"] if args.gradient_accumulation_steps > 1 else []
     only = "1 step" if steps == 1 else f"{steps} steps"
     announce(
-        f"this run has only {only}, in which the model will hardly change: there are {len(sequences):,} {packed}, and a "
-        f"step takes up to {rows} of them. For more steps: {', '.join(more)}."
+        f"this run has only {only}, in which the model will hardly change: there are {len(sequences):,} {packed}, and "
+        f"a step takes up to {rows} of them. For more steps: {', '.join(more)}."
     )
 
 

@@ -145,8 +145,8 @@ class CheckpointGuard:
             state.best_metric = state.best_global_step = None
             if self._trainer.is_world_process_zero():
                 warnings.warn(
-                    f"The best checkpoint so far, {known}, is gone, and is not next to {folder}: the best will be chosen "
-                    "among the checkpoints from now on.",
+                    f"The best checkpoint so far, {known}, is gone, and is not next to {folder}: the best will be "
+                    "chosen among the checkpoints from now on.",
                     stacklevel=8,  # who called train()
                 )
         return state

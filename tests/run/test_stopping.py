@@ -137,7 +137,8 @@ def test_a_signal_after_the_last_step_ends_the_run_where_that_loses_nothing(fold
 
 
 def test_max_hours_saves_a_checkpoint(folder, capsys, send):
-    said = "max_hours: 1e-09 hours have passed. Stopped at step 1 of 100000; saved out/checkpoint-1. To continue: liger-trainer resume"
+    said = "max_hours: 1e-09 hours have passed. Stopped at step 1 of 100000; saved out/checkpoint-1."
+    said = f"{said} To continue: liger-trainer resume"
     assert "--checkpoint" not in refused(run(capsys, "max_hours=1e-9"), 124, f"{said} out")
     Path("out/checkpoint-9").mkdir()  # of later steps, before a run that goes back
     again = call(capsys, "resume", "out", "--checkpoint", "checkpoint-1", "max_hours=1e-9")
