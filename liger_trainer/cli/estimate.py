@@ -48,7 +48,7 @@ def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, a
     if found.fits is False:
         assert found.gpu is not None
         raise DoesNotFitError(
-            f"{found.source} needs {found.peak_mib:,.0f} MiB; {found.gpu.name} has {found.gpu.usable_mib:,} to give."
+            f"{found.source} needs {found.peak_mib:,.0f} MiB; {found.gpu.usable_mib:,} MiB of {found.gpu.name} can be used."
         )
 
 
@@ -74,7 +74,7 @@ def _print(found: "Estimate") -> None:
     # Where they are always recorded, they are part of the peak.
     if found.graphs_mib is not None and "CUDA graphs" not in found.parts_mib:
         what = "CUDA graphs, and whole weights in place," if found.sharding.stays else "CUDA graphs"
-        console.print(f"{what} keep {found.graphs_mib:,.0f} MiB more, where the GPU has them free.")
+        console.print(f"{what} would take {found.graphs_mib:,.0f} MiB more, and are used only if so much is free.")
     if found.sampling_mib is not None:
         console.print(
             f"While completions are sampled: {found.sampling_mib:,.0f} MiB, with {found.kept_mib:,.0f} of keys and "
@@ -113,7 +113,7 @@ def _print_verdict(console: "Console", found: "Estimate") -> None:
     if found.gpu is None:
         console.print("No GPU here; --gpu NAME compares with one.")
         return
-    has = f"{found.gpu.name} has {found.gpu.usable_mib:,} MiB to give"
+    has = f"of {found.gpu.name}, {found.gpu.usable_mib:,} MiB can be used"
     console.print(f"Fits: {has}." if found.fits else f"Does not fit: {has}.", style="green" if found.fits else "red")
     if found.changes:
         console.print("What takes less:")

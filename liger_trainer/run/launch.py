@@ -61,9 +61,7 @@ def resumption(
     if (run_dir / METRICS).is_file():
         if not overrides:
             command = f"liger-trainer resume {shlex.quote(str(run_dir))} max_steps=..."
-            raise ConfigError(
-                f"the run in {run_dir} is finished ({METRICS} is there); to train on, say for how long: {command}"
-            )
+            raise ConfigError(f"the run in {run_dir} is finished ({METRICS} is there); to train longer: {command}")
         # It holds results, which a run replaces only when it is told to.
         overrides = ["overwrite_output_dir=true", *overrides]
     named = parse_overrides(overrides).values

@@ -428,7 +428,7 @@ def _refusal(checkpoint: Path, differences: list[str]) -> str:
         name = ["--checkpoint", checkpoint.name]
         how = shlex.join(["liger-trainer", "resume", str(checkpoint.parent), *name, "--force"])
     return (
-        f"{checkpoint} was saved by a training that was begun with something else:\n"
+        f"{checkpoint} was saved by a training that started with something else:\n"
         + "".join(f"  {line}\n" for line in differences)
         + "A dataset is compared as it is trained on: tokenized, cut to length, packed, its rows in their order. "
         f"Restore what differs; or, to go on all the same: {how}"

@@ -73,7 +73,7 @@ def test_every_model_of_the_catalogue_has_a_shape():
         ("# Needs 8 GPUs, about 58 GB each; Apache-2.0", Hardware(8, 58)),
         ("# Needs 1 GPU, about 21 GB, 5 GB of disk; Apache-2.0", Hardware(1, 21)),
         ("# Needs two CPU cores, 4 GB and a few minutes; no hub, no account", Hardware(0, 4)),
-        ("# Needs what `liger-trainer estimate my.yaml --gpu NAME` says", None),
+        ("# How much memory it needs: liger-trainer estimate my.yaml --gpu NAME", None),
         ("# Needs a GPU of 23 GB", None),
     ],
 )

@@ -116,7 +116,7 @@ def test_what_has_changed_is_named_and_refused(place, capsys, name):
         change()
     assert end_of("resume", run, *words) == 2
     err = capsys.readouterr().err
-    assert f"{run}/checkpoint-2 was saved by a training that was begun with something else:" in err
+    assert f"{run}/checkpoint-2 was saved by a training that started with something else:" in err
     assert all(f"\n  {line}" in err for line in said), err
     parts = [line for line in err.splitlines() if line.startswith("  ")]
     assert len(parts) == len(said) or name in ("length", "kind"), parts
@@ -127,7 +127,7 @@ def test_what_has_changed_is_named_and_refused(place, capsys, name):
 def test_a_forced_run_goes_on_and_is_then_a_run_of_what_it_went_on_with(place, capsys):
     run, [change], _, said = CHANGES["base"]
     change()
-    with pytest.warns(UserWarning, match="with something else") as caught:
+    with pytest.warns(UserWarning, match="although these differ") as caught:
         assert end_of("resume", run, "--force", "max_steps=3") == 0
     assert said[0] in str([w.message for w in caught])
     assert "force_resume: " not in (place / run / "config.yaml").read_text().partition("# Defaults")[0]
@@ -196,7 +196,7 @@ def test_a_trainer_refuses_other_rows_unless_forced(tmp_path):
     assert "easy" not in str(refused.value)
     for same in ({**tests, "new": completions(4, seed=3)}, None):
         resumed(make(tmp_path, eval_data=same), tmp_path)
-    with pytest.warns(UserWarning, match="with something else: train dataset: rows 24 there, 23 now"):
+    with pytest.warns(UserWarning, match="although these differ: train dataset: rows 24 there, 23 now"):
         resumed(make(tmp_path, data=rows.select(range(23))), tmp_path, force_resume=True)
 
 

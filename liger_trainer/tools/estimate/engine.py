@@ -53,7 +53,7 @@ def choose(config: "RunConfig", gpu: Gpu | None = None) -> Choice:
     if gpu is None:
         why = "DDP over gloo: there is no GPU whose memory could be compared, and FSDP2 needs one."
         return _named(config, DDP_NAME, processes, why)
-    needs, has = Needs(config, gpu.bf16), f"of the {gpu.usable_mib:,} MiB that each {gpu.name} has to give"
+    needs, has = Needs(config, gpu.bf16), f"of the {gpu.usable_mib:,} MiB that can be used on each {gpu.name}"
     try:
         takes = needs(DDP_NAME, processes)
         reason = f"DDP would take {takes:,.0f} {has}"
