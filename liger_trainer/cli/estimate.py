@@ -47,9 +47,8 @@ def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, a
     # None without a GPU to compare with: then nothing does not fit.
     if found.fits is False:
         assert found.gpu is not None
-        raise DoesNotFitError(
-            f"{found.source} needs {found.peak_mib:,.0f} MiB; {found.gpu.usable_mib:,} MiB of {found.gpu.name} can be used."
-        )
+        usable = f"{found.gpu.usable_mib:,} MiB of {found.gpu.name} can be used"
+        raise DoesNotFitError(f"{found.source} needs {found.peak_mib:,.0f} MiB; {usable}.")
 
 
 def _print(found: "Estimate") -> None:

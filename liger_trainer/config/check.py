@@ -4,6 +4,7 @@ import difflib
 import importlib.metadata
 import importlib.util
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -262,11 +263,21 @@ _ALLOWED = re.compile(
 
 
 def missing_paths(settings: Mapping[str, Setting]) -> Iterator[Finding]:
-    """Yield the settings that name a file or folder which is not there; what may be a hub id is none."""
+    """Yield the settings that name a file or folder which is not there, or an adapter where a whole model is needed.
+
+    What may be a hub id is not looked for."""
     for key, setting in settings.items():
         for path, value in _names(key, setting.value):
-            if _is_local(value) and not Path(value).expanduser().exists():
+            found = Path(value).expanduser()
+            if _is_local(value) and not found.exists():
                 yield Finding(setting.place(path), key, f"no such file or folder: {value}")
+            elif (
+                key == "model_name_or_path"
+                and (found / "adapter_config.json").is_file()
+                and not (found / "config.json").is_file()
+            ):
+                advice = f"merge it first: {shlex.join(['liger-trainer', 'merge', value, 'MERGED'])}"
+                yield Finding(setting.place(path), key, f"{value} is an adapter, no whole model; {advice}.")
 
 
 def _names(key: str, value: Any) -> Iterator[tuple[tuple, str]]:

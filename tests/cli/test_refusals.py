@@ -30,6 +30,8 @@ def folder(tmp_path_factory):
     (folder / "cut" / "model.safetensors").write_bytes(b"cut off")
     shutil.copy(folder / "student" / "config.json", folder / "cut")
     (folder / "list.json").write_text("[]")
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
     (folder / "finished").mkdir()
     (folder / "finished" / "metrics.json").write_text(json.dumps(content()))
     (folder / "mine.html").write_text("mine")
@@ -63,6 +65,7 @@ REFUSED = [
     ("run run.yaml attn_implementation=foo", 2, "command line: attn_implementation: expected one of eager, "),
     ("validate run.yaml attn_implementation=sdpaa", 2, "got 'sdpaa'. Did you mean sdpa?"),
     ("validate run.yaml attn_implementation=sdpaa model_name_or_path=not/here", 2, "got 'sdpaa'. Did you mean sdpa?"),
+    ("validate run.yaml model_name_or_path=adapter", 2, "merge it first: liger-trainer merge adapter MERGED"),
     ("validate run.yaml fp16=true", 2, "command line: fp16: a CPU does not train in fp16"),
     ("run run.yaml fp16=true use_cpu=false", 2, "command line: fp16: a CPU does not train in fp16"),
     ("validate run.yaml use_peft=true lora_modules_to_save=[lm_haed]", 2, "'lm_haed'. Did you mean lm_head?"),
