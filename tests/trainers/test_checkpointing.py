@@ -225,7 +225,7 @@ def test_where_the_best_checkpoint_is_lost_the_best_of_what_comes_is_taken(tmp_p
     shutil.copytree(two_trainings / "other" / "checkpoint-1", run / "checkpoint-1")
     point_to_best(run / "checkpoint-3", str(run / "checkpoint-1"))
     trainer = make(run, steps=5, **FIRST_IS_BEST)
-    with pytest.warns(UserWarning, match="the best is chosen among those that come"):
+    with pytest.warns(UserWarning, match="the best will be chosen among the checkpoints from now on"):
         trainer.train(True)
     assert trainer.state.best_model_checkpoint == str(run / "checkpoint-4") and "checkpoint-4" in names(run)
 
