@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from .trainers.distill_trainer import LigerDistillTrainer
     from .trainers.sft_trainer import LigerTrainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # name: its module, and its name there where that is another
 _MODULE_OF = {
