@@ -199,7 +199,7 @@ def test_a_loss_of_another_kind_is_left_alone():
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
     for flags in ({}, {"cross_entropy": True}):
         with patch(model, flags) as record:
-            assert "loss of its own" in record.report.left_alone["loss"] and record.fused is None
+            assert "its own loss" in record.report.left_alone["loss"] and record.fused is None
 
 
 def test_a_configuration_of_ones_own_is_judged_by_itself():

@@ -51,6 +51,7 @@ NEEDS = {
     "trainers/test_against_trl.py": ("trl", "1.16", "its loss needs a GPU"),
     "patching/test_trl_losses.py": ("trl", "1.16", "its loss needs a GPU"),
     "trainers/test_step_graphs.py::test_floating_point_operations": ("trl", "1.16", "its loss needs a GPU"),
+    "trainers/test_sft_trainer.py::test_compute_loss_func": ("trl", "1.16", "its loss needs a GPU"),
     "trainers/test_sft_trainer.py::test_tokens_are_counted": ("trl", "1.16", "its loss needs a GPU"),
     "trainers/test_checkpointing.py::test_checkpoints_of_another_trainer": ("trl", "1.16", "its loss needs a GPU"),
     "trainers/test_data_forms.py::test_fine_tuning_is_that_of_sfttrainer": ("trl", "1.16", "its loss needs a GPU"),

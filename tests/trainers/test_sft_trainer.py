@@ -161,7 +161,7 @@ REFUSED = {  # before training
     "an unknown option": (tiny_model, {"rms_norms": True}, "Unknown patch options: rms_norms. There are rope"),
     "no fused loss": (tiny_model, {"fused_linear_cross_entropy": False}, ON_LOGITS),
     "a loss on logits": (tiny_model, {"cross_entropy": True}, ON_LOGITS),
-    "another loss": (with_another_loss, None, "has a loss of its own"),
+    "another loss": (with_another_loss, None, "has its own loss"),
     "a file that cannot be saved": (
         lambda: with_limit(-1), None, "generation_config could not be saved with the trained model: .*-1",
     ),
@@ -181,7 +181,7 @@ def test_rows_that_gpus_share_are_refused(kind, monkeypatch):
 
     def shared(self):
         create(self)
-        parallelism = SimpleNamespace(sp_enabled=kind == "sp", cp_enabled=kind == "cp", sp_backend="none")
+        parallelism = SimpleNamespace(sp_enabled=kind == "sp", cp_enabled=kind == "cp", sp_backend="none", tp_size=1)
         monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", parallelism)
 
     monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", shared)
