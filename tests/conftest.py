@@ -34,7 +34,7 @@ LONG_FILES = (
     "test_cuda_graphs", "test_compile", "test_checkpointing", "test_evaluation", "test_on_policy", "test_sft_trainer",
     "test_catalogue", "test_packaging", "test_sharded_models", "test_capture", "test_images", "test_cached",
     "test_unfused_divergences", "test_finite_guard", "test_hidden_cache", "test_distill_callback", "test_labels",
-    "test_data_forms", "test_linear_losses",
+    "test_sequence_parallel", "test_data_forms", "test_linear_losses",
 )  # fmt: skip
 
 if not torch.cuda.is_available():

@@ -175,7 +175,8 @@ def _print(path: Path, index: "CacheIndex") -> None:
     from rich.table import Table
 
     settings, prints = index.settings, index.fingerprints
-    done, size = index.tokens_read, sum(shard.bytes for shard in index.shards)
+    # Of a capture that was interrupted, parts are not merged into shards yet.
+    done, size = index.tokens_read, sum(s.bytes for s in (*index.shards, *index.parts))
     head = f", and {index.head.bytes / 2**20:,.1f} MiB of the head" if index.head else ""
     ids = "" if settings.kind == "hidden" else f", {settings.format.id_bits} bits each"
     teacher = f"{index.teacher.name}{f' at {index.teacher.revision}' if index.teacher.revision else ''}"

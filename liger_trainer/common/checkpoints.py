@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from .files import STATE, sha256, sync_folder, write_atomically
 
 STAGING = "_saving"  # in a run's folder; transformers pushes nothing to the hub that begins with _ or checkpoint-
 TRAINER_STATE = "LigerTrainer"  # our own among the states in trainer_state.json
+WITH_MANIFEST = "manifest"  # there: the step whose checkpoint has a manifest, so that its loss is noticed
 _WEIGHTS = (
     "*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*.index.json", "pytorch_model_fsdp_*", "global_step*",
 )  # fmt: skip
@@ -92,7 +94,8 @@ def damage(checkpoint: Path, contents: bool = False) -> str | None:
     """Return what is wrong with a checkpoint; None if nothing is.
 
     With a manifest every file must be there in its size, and, with `contents`, in its SHA-256. Without one, as of
-    SFTTrainer, the files that Trainer always writes must be there.
+    SFTTrainer, the files that Trainer always writes must be there. A safetensors file says how long it must be,
+    torch's files are zip archives that end in a directory, and an index names its shards.
     """
     return next(_damages(checkpoint, contents), None)
 
@@ -100,7 +103,13 @@ def damage(checkpoint: Path, contents: bool = False) -> str | None:
 def _damages(checkpoint: Path, contents: bool) -> Iterator[str]:
     if not checkpoint.is_dir():
         yield "there is no such folder"
-    yield from differences(checkpoint, contents) if has_manifest(checkpoint) else _missing(checkpoint)
+    if has_manifest(checkpoint):
+        yield from differences(checkpoint, contents=False)
+    else:
+        yield from _missing(checkpoint)
+    yield from _unreadable(checkpoint)
+    if contents and has_manifest(checkpoint):
+        yield from differences(checkpoint, contents=True)
 
 
 def has_manifest(checkpoint: Path) -> bool:
@@ -120,10 +129,57 @@ def _has(checkpoint: Path, patterns: tuple[str, ...]) -> bool:
 def _missing(checkpoint: Path) -> Iterator[str]:
     if not (checkpoint / STATE).is_file():
         yield f"{STATE} is missing"
+    elif _had_manifest(checkpoint):
+        yield f"{MANIFEST} is missing, which it was saved with"
     if not _has(checkpoint, _WEIGHTS):
         yield "it holds no weights"
     if not weights_alone(checkpoint):
         yield from (f"{name} is missing" for name, others in _TO_RESUME.items() if not _has(checkpoint, others))
+    ranks = {int(path.stem.rpartition("_")[2]) for path in checkpoint.glob("rng_state_*.pth")}
+    yield from (f"rng_state_{rank}.pth is missing" for rank in range(max(ranks, default=0)) if rank not in ranks)
+
+
+def _had_manifest(checkpoint: Path) -> bool:
+    try:
+        state: Any = _state(checkpoint)
+        return state["stateful_callbacks"][TRAINER_STATE][WITH_MANIFEST] == state["global_step"]
+    except (KeyError, TypeError):
+        return False
+
+
+def _unreadable(checkpoint: Path) -> Iterator[str]:
+    for path in sorted(checkpoint.glob("*.json")):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            yield f"{path.name} cannot be read: {error}"
+            continue
+        if path.name.endswith(".index.json"):
+            shards = sorted(set(content.get("weight_map", {}).values()))
+            yield from (f"{name} is missing" for name in shards if not (checkpoint / name).is_file())
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        yield from _safetensors_damage(path)
+    for path in sorted([*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")]):
+        if not zipfile.is_zipfile(path):
+            yield f"{path.name} is cut off or no file of torch"
+
+
+def _safetensors_damage(path: Path) -> Iterator[str]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            yield f"{path.name} is cut off: {size} bytes"
+            return
+        try:
+            tensors = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            yield f"{path.name} has no safetensors header"
+            return
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        yield f"{path.name} has {size} bytes instead of {expected}"
 
 
 def best_checkpoint(checkpoint: Path) -> str | None:

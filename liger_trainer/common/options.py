@@ -165,10 +165,12 @@ def did_you_mean(word: Any, options: Iterable[str]) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
+NOTHING = (None, False, 0, "", [], {})
 HTTP: Rule = {
     "pattern": r"^https?://([^\s/@]+@)?(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(:\d{1,5})?([/?#]\S*)?$",
     "patternErrorMessage": "an address such as http://localhost:8000/v1",
 }
+HTTP_SERVERS: Rule = {**HTTP, "items": {"type": "string", **HTTP}}  # one address, or a list of them
 
 
 @dataclass(frozen=True)
@@ -184,36 +186,45 @@ class OptionValues:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on options."""
+    """A condition on options, which Python evaluates and JSON Schema writes down."""
 
     reads: tuple[str, ...]  # the options that it looks at
     holds: Callable[[OptionValues], bool]  # whether it is so
+    # the same for an editor; None where an editor cannot know, as of a file or an environment variable
+    rule: Rule | None = None
     words: str = ""  # what to write to make it so, for messages
 
     def __and__(self, other: "Condition") -> "Condition":
-        return Condition((*self.reads, *other.reads), lambda options: self.holds(options) and other.holds(options))
+        rule = {"allOf": [self.rule, other.rule]} if self.rule and other.rule else None
+        return Condition(
+            (*self.reads, *other.reads), lambda options: self.holds(options) and other.holds(options), rule
+        )
 
     def __or__(self, other: "Condition") -> "Condition":
-        return Condition((*self.reads, *other.reads), lambda options: self.holds(options) or other.holds(options))
+        rules = [rule for rule in (self.rule, other.rule) if rule]  # an editor sees the half that it can
+        rule = {"anyOf": rules} if rules else None
+        return Condition((*self.reads, *other.reads), lambda options: self.holds(options) or other.holds(options), rule)
 
     def __invert__(self) -> "Condition":
-        return Condition(self.reads, lambda options: not self.holds(options))
+        return Condition(self.reads, lambda options: not self.holds(options), {"not": self.rule} if self.rule else None)
 
 
 def given(key: str, words: str = "") -> Condition:
     """The user gave this option."""
-    return Condition((key,), lambda options: key in options.given, words or f"`{key}`")
+    return Condition((key,), lambda options: key in options.given, {"required": [key]}, words or f"`{key}`")
 
 
 def on(key: str) -> Condition:
-    """This option is neither false nor 0 nor empty."""
-    return Condition((key,), lambda options: bool(options[key]), f"`{key}: true`")
+    """This option is neither false nor 0 nor empty. Its default must be one of these."""
+    rule = {"required": [key], "properties": {key: {"not": {"enum": list(NOTHING)}}}}
+    return Condition((key,), lambda options: bool(options[key]), rule, f"`{key}: true`")
 
 
 def equals(key: str, *values: Any) -> Condition:
-    """This option has one of these values."""
+    """This option has one of these values, none of which is its default."""
+    rule = {"required": [key], "properties": {key: {"enum": list(values)}}}
     words = f"`{key}: {values[0]}`" + "".join(f" or `{value}`" for value in values[1:])
-    return Condition((key,), lambda options: options[key] in values, words)
+    return Condition((key,), lambda options: options[key] in values, rule, words)
 
 
 def has_entry(key: str, entry: str) -> Condition:
@@ -227,7 +238,7 @@ def has_entry(key: str, entry: str) -> Condition:
             return False
         return isinstance(value, Mapping) and entry in value
 
-    return Condition((key,), holds)
+    return Condition((key,), holds, {"required": [key], "properties": {key: {"type": "object", "required": [entry]}}})
 
 
 @dataclass(frozen=True)
@@ -237,6 +248,8 @@ class Conflict:
     key: str
     when: Condition
     message: str  # may contain {value}, the value of `key`
+    missing: bool = False  # the conflict is that `key` has no value
+    needs: str | None = None  # the option without which `key` must not be given, where that is all
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -245,12 +258,13 @@ class Conflict:
 
 def without(key: str, needed: Condition) -> Conflict:
     """The conflict that `key` is given where nothing reads it."""
-    return Conflict(key, given(key) & ~needed, f"has no effect without {needed.words}.")
+    only = needed.reads[0] if needed.rule == {"required": [needed.reads[0]]} else None
+    return Conflict(key, given(key) & ~needed, f"has no effect without {needed.words}.", needs=only)
 
 
 def missing(key: str, needed_by: Condition) -> Conflict:
     """The conflict that `key` has no value where something asks for it."""
-    return Conflict(key, needed_by & ~on(key), f"missing; {needed_by.words} needs it.")
+    return Conflict(key, needed_by & ~on(key), f"missing; {needed_by.words} needs it.", missing=True)
 
 
 class DeclaredField(Field):

@@ -5,6 +5,7 @@ its module, and of those with which it is registered.
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from . import missed
+from .code_objects import names_read
 from .modules import is_of_deepspeed, without_some_hooks
 
 
@@ -97,3 +99,25 @@ def norm_of_gradients(optimizer: Any) -> Any:
             "gradients that are not finite show only in the weights",
         )
     return norm
+
+
+def sequence_parallel_group() -> Any:
+    """Return the process group whose ranks share rows."""
+    from deepspeed.utils import groups  # pyright: ignore[reportMissingImports]
+
+    return groups._get_sequence_parallel_group()
+
+
+def zero3_averages_over_all_ranks() -> bool:
+    """Whether ZeRO-3 averages gradients over all ranks, whether they share rows or not.
+
+    DeepSpeed 0.19.8 does so here. A release that divides by the size of sequence parallelism, or has moved it, would
+    train with other gradients: `_why_zero3` (trainers/sequence_parallel.py) then refuses it.
+    """
+    from deepspeed.runtime.zero.stage3 import (  # pyright: ignore[reportMissingImports]
+        DeepSpeedZeroOptimizer_Stage3,
+    )
+
+    # two underscores before the name in the class: Python puts the class's name in front
+    reduce = getattr(DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", None)
+    return reduce is not None and "sequence_parallel_size" not in names_read(inspect.unwrap(reduce))

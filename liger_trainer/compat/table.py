@@ -102,6 +102,10 @@ NAMES = (
     Name(_TRAINER, "Trainer.get_batch_samples", "completions are sampled before the tokens of a step are counted",
          ("epoch_iterator", "num_batches", "device")),
     Name("trl.trainer.sft_config", "SFTConfig._VALID_DICT_FIELDS", "fields that may be JSON on a command line"),
+    # rows of which several processes have slices
+    Name(_TRAINER, "Trainer._get_num_items_in_batch", "the tokens of a step are those of all slices",
+         ("batch_samples", "device")),
+    Name(_TRAINER, "Trainer.model_accepts_loss_kwargs", "the loss is divided by these tokens, not by micro-batches"),
     # the order of training rows
     Name(_TRAINER, "Trainer._get_train_sampler", "rows grouped by length get an order that seed and epoch decide",
          ("train_dataset",)),
@@ -227,4 +231,8 @@ NAMES = (
     Name("deepspeed.utils.z3_leaf_module", "_z3_leaf", "decoder layers are gathered as one"),
     Name("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3._global_grad_norm",
          "the norm of each step's gradients is watched"),
+    Name("deepspeed.runtime.zero.stage3",
+         "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
+         "gradients of rows' slices are averaged over all ranks"),
+    Name("deepspeed.utils.groups", "_get_sequence_parallel_group", "the ranks that share a teacher's rows", ()),
 )  # fmt: skip

@@ -16,13 +16,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import trl
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
-from ..common.options import LIMIT_NAMES, Rule, declared, limits_of
+from ..common.options import LIMIT_NAMES, Rule, declared, limits_of, on
 from ..losses.plan import entry_rule
 from ..losses.schedules import SCHEDULES, TAID
 from ..teachers.config import DTYPES, ENTRY_KEYS
 from ..trainers.config import LigerDistillConfig
 from ..trainers.options import ImagesConfig, NonFiniteConfig, QatConfig, RowsConfig, SamplingConfig, StepConfig
-from .conflicts import GONE
+from .conflicts import CONFLICTS, GONE
 from .run_options import LaunchOptions, RunOptions
 from .schema import FILE, SECTIONS, Schema, from_json, installed_versions, shipped_schema
 
@@ -95,7 +95,31 @@ def json_schema(descriptions: bool = False) -> dict[str, Any]:
         "type": "object",
         "additionalProperties": False,
         "properties": properties,
+        **_conflicts(set(properties)),
     }
+
+
+def _conflicts(known: set[str]) -> dict[str, Any]:
+    """The conflicts that an editor can see, as JSON Schema: `dependentRequired`, and `if` and `then`."""
+    needed: dict[str, list[str]] = {}
+    conditions = []
+    for conflict in CONFLICTS:
+        if conflict.when.rule is None or not known.issuperset(conflict.reads):
+            continue
+        if conflict.needs:
+            needed.setdefault(conflict.key, []).append(conflict.needs)
+        elif conflict.missing:
+            conditions.append({"if": conflict.when.rule, "then": on(conflict.key).rule})
+        else:
+            refusal: Rule = {"not": {}, "errorMessage": f"{conflict.key}: {conflict.message}"}
+            if _requires(conflict.when.rule, conflict.key):  # an editor then marks this line
+                refusal = {"properties": {conflict.key: refusal}}
+            conditions.append({"if": conflict.when.rule, "then": refusal})
+    return {"dependentRequired": needed, "allOf": conditions}
+
+
+def _requires(rule: Rule, key: str) -> bool:
+    return key in rule.get("required", ()) or any(_requires(part, key) for part in rule.get("allOf", ()))
 
 
 def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
@@ -179,11 +203,16 @@ def _type(member: Any) -> tuple[str, Rule]:
 
 def schema_text(document: Mapping[str, Any]) -> str:
     """The document as JSON with a line a key, so that a change of one key is a change of one line."""
-    rules = document["properties"].items()
-    lines = [f"    {json.dumps(name)}: {json.dumps(rule, ensure_ascii=False)}" for name, rule in rules]
-    head = {key: value for key, value in document.items() if key != "properties"}
-    opened = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}")
-    return opened + ',\n  "properties": {\n' + ",\n".join(lines) + "\n  }\n}\n"
+    properties = document["properties"]
+    lines = [f"    {json.dumps(name)}: {json.dumps(rule, ensure_ascii=False)}" for name, rule in properties.items()]
+    conditions = [f"    {json.dumps(rule, ensure_ascii=False)}" for rule in document["allOf"]]
+    apart = ("properties", "allOf")
+    head = json.dumps({k: v for k, v in document.items() if k not in apart}, indent=2, ensure_ascii=False)
+    return (
+        head.removesuffix("\n}")
+        + ',\n  "properties": {\n' + ",\n".join(lines)
+        + '\n  },\n  "allOf": [\n' + ",\n".join(conditions) + "\n  ]\n}\n"
+    )  # fmt: skip
 
 
 def markdown() -> str:

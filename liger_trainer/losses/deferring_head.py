@@ -1,4 +1,4 @@
-"""An output head that returns deferred logits, and the form in which others than our loss get them.
+"""An output head that returns deferred logits, and the two forms in which others than our loss get them.
 
 The forward of the head is replaced for one pass of the model, in the thread that runs it.
 """
@@ -6,9 +6,11 @@ The forward of the head is replaced for one pass of the model, in the thread tha
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..common.replacements import own_attribute, replaced_in_this_thread, without_replacement
@@ -22,6 +24,8 @@ from ..compat.torch_internals import (
     without_subclasses,
 )
 from ..errors import ConfigError
+from ..kernels.linear_cross_entropy import linear_cross_entropy
+from ..kernels.linear_log_probs import LogProbs, linear_log_probs
 from ..kernels.lora_linear import lora_linear_reference
 from .deferred_logits import DeferredLogits, DeferredPass
 from .model_parts import Head, gather, output_module, reader_of, sharded_head
@@ -105,7 +109,9 @@ def _hook_of_checkpoint() -> Any:
 
 
 @contextlib.contextmanager
-def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[DeferredPass]:
+def deferred_logits(
+    model: nn.Module, *, outlive: bool = False, make: Callable[..., DeferredLogits] = DeferredLogits.of
+) -> Iterator[DeferredPass]:
     """Within the context, the output head of `model` returns `DeferredLogits`.
 
     Yields the pass; its `why_not_deferred` says afterwards why the head could not be deferred and computed real logits.
@@ -113,6 +119,7 @@ def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Defe
     Args:
         outlive: the logits are used after the pass, when FSDP2 or ZeRO-3 may have freed the weights that it gathered.
             The head then keeps its own whole weights, without gradient. FSDP2's are read before the pass.
+        make: makes them of the fields of `DeferredLogits` without defaults, in order.
     """
     module = output_module(model)
     state, shards, checkpoints = DeferredPass(type(model).__name__), sharded_head(module), Checkpoints()
@@ -149,11 +156,9 @@ def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Defe
             project = functools.partial(_product, head)
             state.watch(functools.partial(_state_of, module, head))
         if not kwargs:
-            return DeferredLogits.of(hidden, head, project, state)
+            return make(hidden, head, project, state)
         with_kwargs = functools.partial(own_forward, **kwargs)
-        return DeferredLogits.of(hidden, head, with_kwargs, state).compute(
-            f"an output head called with {', '.join(kwargs)}"
-        )
+        return make(hidden, head, with_kwargs, state).compute(f"an output head called with {', '.join(kwargs)}")
 
     try:
         with replaced_in_this_thread(module, "forward", forward, own_forward):
@@ -202,3 +207,71 @@ def _deferred_on_ranks(shards: Any, state: DeferredPass) -> Iterator[None]:
             yield
     finally:
         state.running = False
+
+
+# A trainer may compute its loss from `outputs.logits` itself, without labels in the forward. Its logits outlive the
+# forward, so they remember its autocast. Besides the operations of `DeferredLogits`, such a trainer asks them for
+# log-probabilities, cross-entropy and a mean, all of which the fused ops compute.
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredLogits(DeferredLogits):
+    """(..., V) logits that answer for losses on them. See the top of this file."""
+
+    def log_probs(self, labels: Tensor, **options: Any) -> LogProbs:
+        """Return the values of labels (...), in their shape. options: of `linear_log_probs`."""
+        with self.autocasting():
+            values = linear_log_probs(**self.operands(), labels=labels.reshape(-1), **options)
+        return LogProbs(*(None if x is None else x.view(labels.shape) for x in values))  # pyright: ignore[reportArgumentType]
+
+    def cross_entropy(
+        self, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None, ignore_index: int = -100,
+        reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        """Return F.cross_entropy of logits (N, V). What the fused op does not compute comes from real logits."""
+        other = (weight, size_average, reduce) != (None, None, None) or target.is_floating_point()
+        if other or reduction not in ("mean", "sum") or self.ndim != 2 or self.stored:
+            logits = self.compute("a cross-entropy with class weights, probabilities or other shapes")
+            return F.cross_entropy(
+                logits, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+            )
+        num_items = None if reduction == "mean" else 1
+        with self.autocasting():
+            return linear_cross_entropy(
+                **self.operands(), labels=target, num_items=num_items, ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+            ).loss  # fmt: skip
+
+    def detach(self) -> "ScoredLogits | Tensor":
+        if self.stored:
+            return self.compute().detach()
+        fixed = self.head.detached()
+        project = self.project
+        return self._with(hidden=self.hidden.detach(), head=fixed, project=lambda hidden: project(hidden).detach())
+
+    def mean(self, *args: Any, **options: Any) -> Tensor:
+        """Return the mean of all logits. Others, such as those along a dimension, come from real logits."""
+        if args or options or self.stored:
+            return self.compute("a mean along a dimension").mean(*args, **options)
+        if self.hidden.requires_grad or self.head.weight.requires_grad:
+            return self.compute("a mean with a gradient").mean()
+        if not self.capped:  # linear: the mean row has the mean logits
+            row = self.hidden.flatten(0, -2).float().mean(0, keepdim=True).to(self.hidden.dtype)
+            return self._with(hidden=row, forward=DeferredPass("", running=False)).compute().mean()
+        labels = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
+        means = self.log_probs(labels, ignore_index=None, mean_logits=True).mean_logit
+        assert means is not None
+        return means.mean()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.cross_entropy and args and isinstance(args[0], cls):
+            return args[0].cross_entropy(*args[1:], **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def scored_logits(model: nn.Module) -> Iterator[DeferredPass]:
+    """Within the context, the output head of `model` returns `ScoredLogits`. Yields as `deferred_logits` does."""
+    with deferred_logits(model, make=ScoredLogits.of) as forward:
+        yield forward

@@ -118,13 +118,14 @@ class Patched:
         assert self.fused is not None
         return self.fused
 
-    def pack_attention(self) -> None:
+    def pack_attention(self, sliced: bool = False) -> None:
         """Compute attention over packed rows by lengths, without a mask, where the model runs sdpa or eager attention.
 
-        The report says whether it does. Once is enough; `unpack_attention` takes it off.
+        The report says whether it does. Once is enough; `unpack_attention` takes it off. `sliced`: of the rows, each
+        rank has a slice.
         """
         if not self.packs_attention:
-            pack_attention(self.model, self._packed, self.report)
+            pack_attention(self.model, self._packed, self.report, sliced)
 
     @property
     def packs_attention(self) -> bool:

@@ -2,10 +2,12 @@
 
 `enable()` replaces the one function through which Trainer applies the flag, and makes `evaluate` and `predict` apply it
 too, because Trainer itself does so in `train` only. Whatever the flag, it also replaces the function that scores labels
-in TRL's fused head. `disable()` puts all back. Patched models stay patched.
+in TRL's fused head, and two methods of the trainers that have no such head.
+`disable()` puts all back. Patched models stay patched.
 """
 
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import inspect
@@ -20,10 +22,13 @@ from transformers import PreTrainedModel, Trainer
 
 from ..common.console import announce
 from ..common.replacements import Replacements
+from ..compat.deepspeed import is_partitioned
 from ..compat.models import CHUNKED_LOG_PROBS
-from ..errors import ConfigError
+from ..errors import ConfigError, MaterializedLogitsWarning
 from ..kernels.linear_log_probs import linear_log_probs
+from ..losses.deferring_head import ScoredLogits, scored_logits
 from ..losses.fused_forward import has_trl_head
+from ..losses.model_parts import output_module
 from .options import PatchOptions, canonical
 from .patcher import base_of, patch, patched_record
 
@@ -108,6 +113,80 @@ def _log_sum_of_squares(head: dict[str, Any], temperature: float, log_prob: Tens
     return 2 * log_prob.detach() - linear_log_probs(**fixed, temperature=temperature / 2).log_prob
 
 
+# TRL's ORPO and CPO (SimPO) trainers, which compute their loss from the logits of the whole batch: here from none.
+#
+# Both run the model in `get_batch_loss_metrics` and hand its logits to `get_batch_logps` and to a cross-entropy. Within
+# the first the model's head returns `ScoredLogits`; the second is replaced for them, the cross-entropy recognises them.
+
+
+_TRAINERS = {"trl.experimental.orpo.orpo_trainer": "ORPOTrainer", "trl.experimental.cpo.cpo_trainer": "CPOTrainer"}
+_METHODS = ("get_batch_loss_metrics", "get_batch_logps")
+
+
+def replace_trl_stored_logits(replacements: Replacements) -> None:
+    """Have ORPOTrainer and CPOTrainer compute their losses from hidden states.
+
+    TRL may move or drop what it calls experimental: a trainer that is not there, or without the two methods, stays
+    as it is, with a warning.
+    """
+    for module, name in _TRAINERS.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # importing from trl.experimental warns, and nobody asked for it here
+            try:
+                trainer = getattr(importlib.import_module(module), name)
+                stock = [vars(trainer)[method] for method in _METHODS]
+            except (ImportError, AttributeError, KeyError):
+                trainer, stock = None, []
+        if trainer is None:
+            warnings.warn(f"This release of TRL has no {name} as of 1.16, so it stores logits.", stacklevel=3)
+            continue
+        replacements.set(trainer, _METHODS[0], _with_scored_logits(stock[0]))
+        replacements.set(trainer, _METHODS[1], staticmethod(_log_probs_of_rows(stock[1].__func__)))
+
+
+def _with_scored_logits(stock: Callable) -> Callable:
+    @functools.wraps(stock)
+    def get_batch_loss_metrics(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        base = base_of(trainer.accelerator.unwrap_model(model))
+        if trainer.is_encoder_decoder:
+            return stock(trainer, model, *args, **kwargs)
+        head = output_module(base)
+        if head is not None and any(map(is_partitioned, head.parameters())):
+            result = stock(trainer, model, *args, **kwargs)
+            obstacle = "ZeRO-3 frees the output head before the trainer computes its loss; ZeRO-2 keeps it"
+        else:
+            with scored_logits(base) as forward:
+                result = stock(trainer, model, *args, **kwargs)
+            obstacle = forward.why_not_deferred
+        if obstacle is not None:
+            warnings.warn(
+                f"{type(base).__name__} stores the logits of the whole batch: {obstacle}.",
+                MaterializedLogitsWarning,
+                stacklevel=2,
+            )
+        return result
+
+    return get_batch_loss_metrics
+
+
+def _log_probs_of_rows(stock: Callable) -> Callable:
+    @functools.wraps(stock)
+    def get_batch_logps(
+        logits: Any, labels: Tensor, average_log_prob: bool = False, is_encoder_decoder: bool = False
+    ) -> Tensor:
+        """Return the sum, or mean, of each row's log-probabilities, as TRL does; ignored labels cost nothing."""
+        if not isinstance(logits, ScoredLogits) or logits.stored:
+            return stock(logits, labels, average_log_prob, is_encoder_decoder)
+        if logits.shape[:-1] != labels.shape:
+            raise ValueError(f"Logits are {tuple(logits.shape)}, but labels are {tuple(labels.shape)}.")
+        shifted: Any = logits[:, :-1]
+        labels = labels[:, 1:]
+        total = shifted.log_probs(labels).log_prob.sum(-1)
+        return total / (labels != -100).sum(-1) if average_log_prob else total
+
+    return get_batch_logps
+
+
 _replacements = Replacements()
 
 
@@ -116,7 +195,9 @@ def enable() -> None:
 
     Doing it twice does nothing more. Trainers that have their own fused head (TRL's SFT, DPO, KTO, GRPO and RLOO pass
     `fused_linear_cross_entropy=False`) keep it, and get the layers. That head then computes log-probabilities and
-    entropies by `linear_log_probs`, for trained and reference models, with `use_liger_kernel` or without it.
+    entropies by `linear_log_probs`, for trained and reference models, with `use_liger_kernel` or without it. TRL's
+    experimental ORPO and CPO trainers no longer store logits. (So this imports them, and takes TRL's notice about its
+    experimental part, once a process, off the user's import.)
     """
     if len(_replacements):
         return
@@ -125,6 +206,7 @@ def enable() -> None:
     _replacements.set(Trainer, "evaluation_loop", _patching_first(Trainer.evaluation_loop))
     if importlib.util.find_spec("trl") is not None:
         replace_trl_log_probs(_replacements)
+        replace_trl_stored_logits(_replacements)
 
 
 def disable() -> None:

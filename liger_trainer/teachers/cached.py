@@ -139,9 +139,14 @@ class CachedTeacher(Teacher):
         return CacheCollator(collator, self.cache)
 
     def settle(self) -> None:
-        """Wait until every shard is compared with its checksum. Raise CorruptError where one is damaged."""
+        """Wait until every shard is compared with its checksum, and look whether one has changed since.
+
+        Raises:
+            CorruptError: one is damaged, or has changed.
+        """
         if self._check is not None:
             self._check.wait()
+        self.cache.check_unchanged()
 
     def answer(self, inputs: dict[str, Any]) -> TeacherAnswer:
         """Decode the records of a batch, which are taken out of `inputs`, on their device."""

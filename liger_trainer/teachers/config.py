@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..common.options import (
-    HTTP,
+    HTTP_SERVERS,
     Condition,
     OptionValues,
     check_values,
@@ -111,6 +111,7 @@ class TeacherConfig:
             the divergences are added up, each times its weight.
         teacher_prompt, teacher_prompt_column: what the teacher reads before each row and the student does not, or the
             column of the rows that has it (docs/extras.md).
+        teacher_server_base_url: several servers of one model share the requests, and take over those of one that fails.
         teacher_server_timeout: seconds that one request may take to connect, or without a byte of the answer.
     """
 
@@ -208,10 +209,10 @@ class TeacherConfig:
         _beside_offload("teacher_load_in_8bit", "packed weights cannot be streamed"),
         _beside_offload("teacher_device", "weights are streamed to the student's device"),
     )
-    teacher_server_base_url: str | None = option(
+    teacher_server_base_url: list[str] | str | None = option(
         None,
-        "The teacher's server, such as http://localhost:8000/v1.",
-        text=HTTP,
+        "The teacher's server, such as http://localhost:8000/v1, or a list of several that serve the same model.",
+        text=HTTP_SERVERS,
         needs=SERVER,
         needed_by=SERVER,
     )

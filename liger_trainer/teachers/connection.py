@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +26,10 @@ SHOWN = 300  # characters of an answer in a message
 
 @dataclass(frozen=True)
 class ConnectionOptions:
-    """Where a server is, and how patient its client is. `url` ends before `/completions`."""
+    """Where a server is, or several are that serve the same model, and how patient their client is. Each `url` ends
+    before `/completions`."""
 
-    url: str
+    url: str | Sequence[str]
     model: str
     timeout: float = 60.0  # seconds of silence
     retries: int = 5
@@ -35,8 +37,23 @@ class ConnectionOptions:
     api_key: str | None = None
 
 
+class _Server:
+    """One of the servers, and how it does: what is under way there, and until when it gets no requests."""
+
+    def __init__(self, url: str):
+        try:
+            self.url = httpx.URL(url.rstrip("/") + "/completions")
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"teacher_server_base_url is not a URL: {error}.") from None
+        self.name = _shown_url(self.url)
+        self.under_way, self.spared_until = 0, 0.0
+
+
 class Connection:
-    """A server of `/v1/completions`.
+    """Servers of `/v1/completions`. Each request goes to the one with the fewest under way.
+
+    Where one fails, another gets the request at once, and the one that failed no further ones for a while, unless all
+    have failed. An attempt is over when every server has failed.
 
     Raises:
         ConfigError: the address is not a URL; when asked, the server refuses or redirects.
@@ -45,11 +62,11 @@ class Connection:
 
     def __init__(self, options: ConnectionOptions, pause: Callable[[float], None] = time.sleep):
         self.options, self._pause = options, pause
-        try:
-            self._url = httpx.URL(options.url.rstrip("/") + "/completions")
-        except httpx.InvalidURL as error:
-            raise ConfigError(f"teacher_server_base_url is not a URL: {error}.") from None
-        self.endpoint = _shown_url(self._url)
+        urls = [options.url] if isinstance(options.url, str) else list(options.url)
+        if len(set(urls)) < len(urls):
+            raise ConfigError("teacher_server_base_url names a server twice: each of them may come once.")
+        self.servers = [_Server(url) for url in urls]
+        self._lock, self._asked = threading.Lock(), threading.local()
         # Redirects are never followed: they would carry the prompts, and perhaps the key, to another host.
         self._client = httpx.Client(
             headers={} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"},
@@ -57,6 +74,11 @@ class Connection:
             limits=httpx.Limits(max_connections=options.concurrency),
             follow_redirects=False,
         )
+
+    @property
+    def endpoint(self) -> str:
+        """The server that this thread asked last, for messages; all of them, before it has asked any."""
+        return getattr(self._asked, "name", None) or ", ".join(server.name for server in self.servers)
 
     def for_each(self, ask: Callable[[Any], Any], questions: Iterable[Any]) -> list[Any]:
         """Return the answers in the order of the questions, asked several at a time. The first error ends them all."""
@@ -70,23 +92,55 @@ class Connection:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def post(self, request: dict[str, Any], most: int) -> Any:
+    def post(self, request: dict[str, Any], most: int, only: _Server | None = None) -> Any:
         """Return the parsed answer, after as many attempts as it takes.
 
         Args:
             most: bytes; a longer answer is refused, as it would fill the memory.
+            only: the one server to ask; None: any of them.
         """
+        servers = self.servers if only is None else [only]
         for attempt in range(self.options.retries + 1):
             try:
-                return self._sent(request, most)
+                return self._from_any(servers, request, most)
             except _TransientError as error:
                 if attempt == self.options.retries:
                     attempts = "1 attempt" if attempt == 0 else f"{attempt + 1} attempts"
-                    raise TeacherServerError(f"The teacher's server {self.endpoint}, {attempts}: {error}") from None
+                    others = f" The other {len(servers) - 1} failed too." if len(servers) > 1 else ""
+                    raise TeacherServerError(
+                        f"The teacher's server {self.endpoint}, {attempts}: {error}{others}"
+                    ) from None
                 seconds = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE) if error.after is None else error.after
                 logger.warning("%s: %s; again in %.1f s", self.endpoint, error, seconds)
                 self._pause(seconds)
         raise AssertionError("unreachable")
+
+    def _from_any(self, servers: Sequence[_Server], request: dict[str, Any], most: int) -> Any:
+        """Return the answer of the first server that has one. Raises what the last one failed by."""
+        left = list(servers)
+        while True:
+            server = self._taken(left)
+            try:
+                return self._sent(server, request, most)
+            except _TransientError as error:
+                left.remove(server)
+                # also where it did not ask for a pause: the others are tried first
+                server.spared_until = time.monotonic() + (LONGEST_PAUSE if error.after is None else error.after)
+                if not left:
+                    raise
+                logger.warning("%s: %s; another server is asked", server.name, error)
+            finally:
+                with self._lock:
+                    server.under_way -= 1
+
+    def _taken(self, servers: Sequence[_Server]) -> _Server:
+        """Choose one that is not being spared, if there is one, with the fewest requests under way, and count this."""
+        with self._lock:
+            now = time.monotonic()
+            server = min(servers, key=lambda each: (each.spared_until > now, each.under_way))
+            server.under_way += 1
+        self._asked.name = server.name
+        return server
 
     def quoted(self, text: str | bytes) -> str:
         """Shorten what a server said, and hide the key: some servers quote it."""
@@ -96,9 +150,9 @@ class Connection:
         text = redact(text).strip()
         return text if len(text) <= SHOWN else text[:SHOWN] + " ..."
 
-    def _sent(self, request: dict[str, Any], most: int) -> Any:
+    def _sent(self, server: _Server, request: dict[str, Any], most: int) -> Any:
         try:
-            with self._client.stream("POST", self._url, json=request) as response:
+            with self._client.stream("POST", server.url, json=request) as response:
                 content = self._body(response, request, most)
         except httpx.TimeoutException:
             raise _TransientError(f"no answer within {self.options.timeout:g} s") from None
@@ -231,10 +285,15 @@ class CompletionsServer(Connection):
         """Return the answers in the order of the questions. The first error ends them all."""
         return self.for_each(self._ask, questions)
 
-    def _ask(self, question: Question) -> TopTokens:
+    def ask_each(self, question: Question) -> dict[str, TopTokens]:
+        """Return every server's answer to one question, by the servers' names."""
+        answers = self.for_each(lambda server: self._ask(question, server), self.servers)
+        return {server.name: answer for server, answer in zip(self.servers, answers, strict=True)}
+
+    def _ask(self, question: Question, only: Any = None) -> TopTokens:
         entries = (len(question.ids) + 1) * (self.options.top_k + 1)
         # more than that is no answer, and would fill the memory before it is parsed
-        answer = self.post(self._request(question.ids), 2**20 + entries * BYTES_PER_ENTRY)
+        answer = self.post(self._request(question.ids), 2**20 + entries * BYTES_PER_ENTRY, only)
         read = _read_vllm if self.options.protocol == "vllm" else _read_echo
         try:
             places = read(answer["choices"][0], question)

@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.model_parts import Head, device_of, embedding_rows, output_module, placeholder_ids, reads_images
 from ..losses.spec import Logits
-from ..patching.packing.packed_rows import patch_packed_attention
+from ..patching.packing.packed_rows import SlicedRows, patch_packed_attention, why_not_sliced
 from ..patching.patcher import base_of
 from ..plugins import KEEPS_ROWS, load
 from .base import DistillHost, Teacher, check_apart, patch_layers, teacher_logits, without_labels
@@ -237,6 +237,7 @@ class ModelTeacher(Teacher):
         self._padding_is_beyond = False
         self._fingerprints: dict[str, Any] = {}
         self._sees_images = False
+        self._sliced: SlicedRows | None = None
 
     @functools.cached_property
     def _own_tokenizer(self) -> Any:
@@ -290,6 +291,11 @@ class ModelTeacher(Teacher):
             patch_packed_attention(base_of(teacher), None, trainer.packed_rows)
         else:
             self.patched = patch_layers(teacher, trainer.patched.options, self._name, trainer.packed_rows)
+        if trainer.shards_sequences():
+            reason = why_not_sliced(base_of(teacher))
+            if reason is not None:
+                raise ConfigError(f"Sequence parallelism (sp_size > 1), {self._name}: {reason}.")
+            self._sliced = SlicedRows(base_of(teacher))
         vocab_size = self.vocabulary_size(trainer, teacher)
         teacher.requires_grad_(False).eval()
         self.model = self._placed(teacher, trainer)
@@ -351,7 +357,9 @@ class ModelTeacher(Teacher):
         if self._padding_is_beyond and self.reads is not None:
             # padding of the student's that the teacher has no row for; nothing is learned there
             read["input_ids"] = read["input_ids"].clamp(max=self.reads - 1)
-        return self.logits(**read)
+        slices = self._sliced if "shift_labels" in inputs else None  # evaluations read whole rows
+        with contextlib.nullcontext() if slices is None else slices.gathered():
+            return self.logits(**read)
 
     def logits(self, **read: Any) -> Logits:
         """Return the logits on the device of `input_ids`, wherever the teacher lives."""

@@ -24,18 +24,19 @@ from .vocabulary import (
 
 REMEMBERED = 256 * 2**20  # bytes of answers that are kept, because each evaluation asks for the same rows
 PROBED = 8  # tokens of the question that is asked before training
+SAME_MODEL = 0.1  # total variation, on average over its places: other kernels and formats are closer, other models not
 
 
 class ServerTeacher(Teacher):
-    """A server of `/v1/completions`; docs/teachers.md says what it must be able to do.
+    """A server of `/v1/completions`, or several of one model; docs/teachers.md says what it must be able to do.
 
     Each document of a batch is one question, up to its last supervised token; the questions of a batch are asked
     together. The first 256 MiB of answers are kept and not asked for again; those about completions that are sampled in
     training, which do not come again, are not kept.
 
     Raises:
-        ConfigError: the environment variable for the key is not set; later, tokens beyond the vocabulary, and
-            what `CompletionsServer` refuses.
+        ConfigError: the environment variable for the key is not set; later, tokens beyond the vocabulary, servers that
+            answer as different models do, and what `CompletionsServer` refuses.
     """
 
     def __init__(self, args: TeacherConfig):
@@ -71,7 +72,7 @@ class ServerTeacher(Teacher):
             announce_other_template(dataset, tokenizer, self._own_tokenizer, "the teacher's server")
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
-        """Ask about the first tokens of the dataset, so that a faulty server shows before training."""
+        """Ask every server about the first tokens of the dataset, so that a faulty one shows before training."""
         self._shared(tokenizer).check_rows(dataset, name)
         rows = documents(dataset) if isinstance(dataset, Dataset) else iter(())
         # the first token of a row is predicted by nothing, so one token is no question
@@ -81,8 +82,10 @@ class ServerTeacher(Teacher):
             self._rows.update(row.key for row in documents(dataset))
         if first is not None:
             ids = first.input_ids[:PROBED].tolist()
-            (answer,) = self.server.ask([Question(ids, list(range(1, len(ids))))])
-            self._check_ids(answer)
+            answers = self.server.ask_each(Question(ids, list(range(1, len(ids)))))
+            for answer in answers.values():
+                self._check_ids(answer)
+            _check_alike(answers)
 
     def fingerprints(self) -> dict[str, Any]:
         """A server tells nothing but its model's name."""
@@ -147,6 +150,29 @@ class ServerTeacher(Teacher):
                 f"The teacher's server {self.server.endpoint} names token {beyond}, and the student's tokenizer has "
                 f"{self._vocab_size}: they do not share a vocabulary. Serve a model with the same tokenizer."
             )
+
+
+def _check_alike(answers: dict[str, TopTokens]) -> None:
+    """Raise ConfigError where servers give different answers to one question."""
+    (first, mine), *others = answers.items()
+    for name, theirs in others:
+        apart = float(np.mean([_total_variation(*places) for places in zip(*mine[:2], *theirs[:2], strict=True)]))
+        if not apart <= SAME_MODEL:
+            raise ConfigError(
+                f"teacher_server_base_url: {first} and {name} serve different models: asked about the first tokens of "
+                f"the data, their probabilities differ by {apart:.2f} (total variation; {SAME_MODEL} at most). Several "
+                "servers must serve one model; for several models, use teachers in this process."
+            )
+
+
+def _total_variation(ids: np.ndarray, log_probs: np.ndarray, other_ids: np.ndarray, other: np.ndarray) -> float:
+    """Return the total variation of two lists of likely tokens, each with the rest as one more."""
+    p, q = (dict(zip(i.tolist(), np.exp(x).tolist(), strict=True)) for i, x in ((ids, log_probs), (other_ids, other)))
+    both = p.keys() & q.keys()
+    # Tokens that only one list has count to the rest of both, whose share is known: a lower bound of the distance.
+    lumped = [(p[token], q[token]) for token in both]
+    lumped.append((1 - sum(p[token] for token in both), 1 - sum(q[token] for token in both)))
+    return sum(abs(a - b) for a, b in lumped) / 2
 
 
 def _documents(inputs: dict[str, Any]) -> list[tuple[tuple[int, np.ndarray], np.ndarray, np.ndarray]]:

@@ -1,7 +1,8 @@
 """Capture a teacher cache: the teacher reads the rows that training will see, and its records of each token are saved.
 
 Rows are taken in the order of their keys and cut into shards of about one size. A shard depends only on its rows, so
-a capture that was killed goes on with the first shard that is not in the index, and ends with the same files.
+a capture that was killed goes on with the first shard that is not in the index, and ends with the same files. What it
+has read of a shard is written down each minute and when the capture is interrupted, and is not read again.
 
 Several processes, each with the whole teacher, read batches of one shard at a time, and the first one writes. A batch
 has the same rows whoever reads it, so any number of processes writes the same files.
@@ -11,6 +12,7 @@ import copy
 import dataclasses
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -49,6 +51,7 @@ from ..teachers.cache.store import (
     check_shards,
     pack_shard,
     read_index,
+    unpack_shard,
     write_index,
 )
 from ..teachers.fingerprints import data_fingerprint, teacher_fingerprint, template_fingerprint, tokenizer_fingerprint
@@ -168,6 +171,8 @@ def _patched_as_live(teacher: PreTrainedModel, args: LigerDistillConfig) -> Call
 
 
 LOCK, MIB = ".lock", 2**20
+SECONDS_OF_A_PART = 60.0
+"""What a killed capture has to read again, at most."""
 Progress = Callable[[int, int], None]
 """Called with the number of tokens read so far and the number of all."""
 
@@ -316,7 +321,16 @@ def _earlier(path: Path) -> CacheIndex | None:
         )
     for _ in check_shards(path, index, contents=True):
         pass
+    _remove_parts(path, index)
     return index
+
+
+def _remove_parts(path: Path, index: CacheIndex) -> None:
+    """Remove the parts of shards that are whole."""
+    needed = {part.name for part in index.parts}
+    for file in path.glob("shard-*-part-*.safetensors"):
+        if file.name not in needed:
+            file.unlink()
 
 
 @dataclass
@@ -367,7 +381,8 @@ class _Capture:
     def run(self, progress: Progress) -> CacheIndex:
         if self.rank:  # reads its batches of each shard, and hands them to the first process
             for number in range(len(self.index.shards), self.plan.shards):
-                self._read_shard(number, progress)
+                for batches in self._batches_left(number, {}):
+                    gather_object([self._read(batches)])
             return self.index
         if not (self.path / INDEX).is_file():
             write_index(self.path, self.index)
@@ -381,24 +396,59 @@ class _Capture:
             write_atomically(self.path / HEAD, content)
             self._update(head=HeadFile(name=HEAD, bytes=len(content), sha256=sha256(content)))
         for number in range(len(self.index.shards), self.plan.shards):
-            shard = self._write(f"shard-{number:05}.safetensors", self._read_shard(number, progress))
-            self._update(shards=(*self.index.shards, shard))
+            rows = self._read_shard(number, progress)
+            shard = self._write(f"shard-{number:05}.safetensors", rows)
+            self._update(shards=(*self.index.shards, shard), parts=())
+            _remove_parts(self.path, self.index)
         self._update(finished=True)
         return self.index
 
+    def _batches_left(self, number: int, rows: dict[bytes, Tensor]) -> list[list[np.ndarray]]:
+        """Return the batches of a shard that are not in `rows` of the first process, those that are read at once
+        together: one a process."""
+
+        def missing() -> list[int]:
+            return [i for i, batch in enumerate(batches) if any(self.plan.keys[row] not in rows for row in batch)]
+
+        batches = self.plan.batches(number, self.batch_size)
+        left = on_first_rank(self.rank == 0, missing)
+        return [[batches[i] for i in left[at : at + self.ranks]] for at in range(0, len(left), self.ranks)]
+
+    def _read(self, batches: list[np.ndarray]) -> dict[bytes, Tensor]:
+        """Return the records of this process's batch by their keys; nothing where there are too few batches."""
+        records: dict[bytes, Tensor] = {}
+        for batch in batches[self.rank : self.rank + 1]:
+            keys = [self.plan.keys[i] for i in batch]
+            records.update(zip(keys, self.reader.read(keys, [self.plan.row(i) for i in batch]), strict=True))
+        return records
+
     def _read_shard(self, number: int, progress: Progress) -> dict[bytes, Tensor]:
-        """Return the records of a shard's rows by their keys, in each process of batches that all have read."""
+        """Return the records of a shard's rows by their keys. What parts of it hold is not read again."""
         rows: dict[bytes, Tensor] = {}
-        batches, done = self.plan.batches(number, self.batch_size), self.index.tokens_read
-        progress(done, self.index.tokens)
-        for start in range(0, len(batches), self.ranks):
-            mine: dict[bytes, Tensor] = {}
-            for batch in batches[start : start + self.ranks][self.rank : self.rank + 1]:  # none in the last round
-                keys = [self.plan.keys[i] for i in batch]
-                mine.update(zip(keys, self.reader.read(keys, [self.plan.row(i) for i in batch]), strict=True))
-            for read in gather_object([mine]):
-                rows.update(read)
-            progress(done + sum(map(len, rows.values())), self.index.tokens)
+        for part in self.index.parts:
+            rows.update(unpack_shard(self.path / part.name))
+        done, fresh, written = self.index.tokens_read, dict[bytes, Tensor](), time.monotonic()
+        try:
+            progress(done, self.index.tokens)
+            for batches in self._batches_left(number, rows):
+                read = {key: row for each in gather_object([self._read(batches)]) for key, row in each.items()}
+                fresh.update(read)
+                done += sum(len(records) for key, records in read.items() if key not in rows)
+                progress(done, self.index.tokens)
+                if time.monotonic() - written >= SECONDS_OF_A_PART:
+                    rows |= self._keep(number, fresh)
+                    fresh, written = {}, time.monotonic()
+        except BaseException as error:  # Ctrl-C too
+            if not isinstance(error, OSError):  # the disk may be full
+                self._keep(number, fresh)
+            raise
+        return rows | fresh
+
+    def _keep(self, number: int, rows: dict[bytes, Tensor]) -> dict[bytes, Tensor]:
+        """Write rows of a shard down before it is whole, and return them."""
+        if rows:
+            part = self._write(f"shard-{number:05}-part-{len(self.index.parts):05}.safetensors", rows)
+            self._update(parts=(*self.index.parts, part))
         return rows
 
     def _write(self, name: str, rows: dict[bytes, Tensor]) -> Shard:

@@ -13,6 +13,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from trl.chat_template_utils import get_training_chat_template
 from trl.data_utils import is_conversational
 
+from ..common.signals import LimitExceeded, limited
 from ..errors import ConfigError, DataError
 from ..teachers.row_keys import column_names
 from .chat_rows import (
@@ -35,6 +36,8 @@ REFUSALS = (
 """What a template raises where a row is not as it expects; some are of Python's operators in it."""
 _PROBE = {"liger": "probe"}
 Render = Callable[[list[dict[str, Any]]], str]
+RENDER_SECONDS, RENDER_MIB = 10.0, 2048.0
+"""A row takes milliseconds. A template that takes more has no end, or makes a text that nobody can read."""
 
 
 def check_part(part: str, dataset: Any, completion_only: bool | None) -> None:
@@ -67,7 +70,7 @@ def check_chats(
         only_answers: whether nothing but answers is learned.
 
     Raises:
-        ConfigError: the template is not one.
+        ConfigError: the template is not one, or does not come to an end.
         DataError: a role that the template does not know, which it would write as text; a field that it leaves out; a
             row that it refuses; a chat without an answer where only answers are learned.
     """
@@ -100,6 +103,11 @@ def check_chats(
                 wanted = wanted or [arguments_wanted(_renderer({}, tokenizer, template))]
                 messages = with_arguments(messages, wanted[0]) if wanted[0] else messages
             problem = _problem(messages, rendered) or _unwritten(row, messages, rendered, tokenizer, template, known)
+        except LimitExceeded as error:
+            raise ConfigError(
+                f"{place(index)}: the chat template does not come to an end: rendering the row {error}. Set "
+                "chat_template_path to another template."
+            ) from None
         except DataError as error:
             problem = str(error)
         if problem:
@@ -212,9 +220,10 @@ def _renderer(row: Any, tokenizer: Any, template: str | None) -> Render:
     options = row.get("chat_template_kwargs") or {}
 
     def rendered(messages: list[dict[str, Any]]) -> str:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=template, tokenize=False, **options
-        )  # fmt: skip
+        with limited(RENDER_SECONDS, RENDER_MIB):
+            return tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=template, tokenize=False, **options
+            )  # fmt: skip
 
     return rendered
 
@@ -273,6 +282,8 @@ def _text(rendered: Render, messages: list[dict[str, Any]]) -> str | None:
     """Return the text of messages; None where the template refuses them, in whatever way it fails."""
     try:
         return rendered(messages)
+    except LimitExceeded:
+        raise
     except Exception:
         return None
 

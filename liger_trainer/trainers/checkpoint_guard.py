@@ -32,6 +32,7 @@ from transformers import TrainerState
 from ..common.checkpoints import (
     STAGING,
     TRAINER_STATE,
+    WITH_MANIFEST,
     best_checkpoint,
     clear_staging,
     has_manifest,
@@ -223,6 +224,8 @@ class CheckpointGuard:
         name = f"checkpoint-{trainer.state.global_step}"
         run_dir = Path(output_dir_of(trainer, trial))
         staged, target = run_dir / STAGING / name, run_dir / name
+        if trainer.is_world_process_zero():
+            trainer.state.stateful_callbacks.setdefault(TRAINER_STATE, {})[WITH_MANIFEST] = trainer.state.global_step
         self.is_staging = True
         try:
             yield

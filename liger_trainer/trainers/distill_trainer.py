@@ -22,6 +22,7 @@ from ..errors import ConfigError, TeacherServerError
 from ..losses.spec import LossOptions, TokenLossOutput
 from ..patching.patcher import Patched, base_of
 from ..teachers.factory import GivenTeacher, make_teacher
+from ..teachers.model import ModelTeacher
 from ..teachers.own_images import take_processor
 from .config import LigerDistillConfig, from_trl
 from .host import DistillTrainerHost
@@ -86,7 +87,8 @@ class LigerDistillTrainer(LigerTrainer):
 
     Raises:
         ConfigError: no teacher, the student as its own teacher, a student or teacher that lacks tokens of the
-            vocabulary, or `compute_loss_func`; a cache that belongs to other data, settings or another teacher.
+            vocabulary, or `compute_loss_func`; with sequence parallelism, a teacher that is no single model; a cache
+            that belongs to other data, settings or another teacher.
         CorruptError: a damaged cache.
     """
 
@@ -119,6 +121,7 @@ class LigerDistillTrainer(LigerTrainer):
         self._late_chats = False  # whether the rows are chats whose generation prompts were not prepared
         super().__init__(model, args, **kwargs)
         # Now the collator is there, and the layers are patched.
+        check_teacher_of_slices(self, samples=bool(args.samples or self.prompts_alone))
         if args.teacher != "self":  # which wants adapters that can be switched off
             check_prompt_learning(self.student)
         self._prepare_teacher()
@@ -406,3 +409,16 @@ def save_and_hint(trainer: DistillTrainerHost) -> str:
     by_command = (folder / CONFIG).is_file()
     how = shlex.join(["liger-trainer", "resume", str(folder)]) if by_command else "train(resume_from_checkpoint=True)"
     return f"Training stopped after step {step}; {saved[-1]} is saved. When the server is back, go on: {how}"
+
+
+def check_teacher_of_slices(trainer: DistillTrainerHost, samples: bool) -> None:
+    """Raise ConfigError where a teacher would not know whole rows, or completions are sampled from slices."""
+    if not trainer.shards_sequences():
+        return
+    if type(trainer.teaching) is not ModelTeacher:
+        raise ConfigError(
+            "Sequence parallelism (sp_size > 1) knows one teacher: a model that reads the student's tokens. Others "
+            "look their answers up by whole rows."
+        )
+    if samples:
+        raise ConfigError("Sequence parallelism (sp_size > 1) samples no completions: of a prompt, a rank has a slice.")

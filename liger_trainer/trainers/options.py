@@ -191,7 +191,11 @@ def _checkpoints(options: OptionValues) -> bool:
     return bool(options["gradient_checkpointing"] if renamed is None else renamed)
 
 
-_CHECKPOINTS = Condition(("gradient_checkpointing",), _checkpoints)
+_CHECKPOINTS = Condition(
+    ("gradient_checkpointing",),
+    _checkpoints,
+    (~equals("gradient_checkpointing", False) & ~equals("activation_checkpointing", False)).rule,
+)
 _REMAKES = equals("memory", *(name for name in MEMORY if name != FAST))
 
 

@@ -22,7 +22,7 @@ from ..compat.sft_trainer import (
 )
 from ..errors import ConfigError
 from ..losses.model_parts import output_module
-from ..losses.spec import LossOptions, TokenLossOutput, TokenWeights
+from ..losses.spec import IGNORE_INDEX, LossOptions, TokenLossOutput, TokenWeights
 from ..patching.packing.packed_attention import documents_come_along, padded_on_the_right
 from ..patching.packing.packed_rows import PackedRows, patch_packed_attention
 from ..patching.patcher import base_of, patched_record
@@ -37,6 +37,7 @@ from .one_launch_adamw import OneLaunchStep
 from .options import AUTO, FAST, MEMORY, STOP, correct_guess, follow_direction
 from .row_preparation import TOKEN_WEIGHTS, RowPreparation, RowWeights, WeightCollator, check_names
 from .rows import check_positions
+from .sequence_parallel import check_slices, ranks_summed, slice_documents
 from .step_graphs import PADDING, reduce_host_work
 from .student import (
     check_no_prefix,
@@ -138,13 +139,9 @@ class LigerTrainer(SFTTrainer):
         )
         self.check_rows()
         check_positions(self.row_preparation.named_datasets(), self.args, base_of(self.model), "the model")
-        parallelism = getattr(self.accelerator, "parallelism_config", None)
-        if parallelism is not None and (parallelism.sp_enabled or parallelism.cp_enabled):
-            raise ConfigError(
-                "parallelism_config: of rows that several GPUs share (sp_size or cp_size above 1) each would compute "
-                "the loss of its slice. Use TRL's SFTTrainer for them; or `memory: lean` and gradient_checkpointing, "
-                "with which longer rows fit on one GPU."
-            )
+        check_slices(self)  # looks at the collator's type, so before the next one is around it
+        if self.shards_sequences():  # else transformers would take the loss for a mean over the micro-batch
+            self.model_accepts_loss_kwargs = True
         self._weigh_rows()
         self._resume_check = ResumeCheck(self)  # the weights before training tell trainings apart: nothing is patched
         self.graph_reports: dict[str, str] = {}
@@ -164,6 +161,7 @@ class LigerTrainer(SFTTrainer):
         if self.packed_rows is not None and self.packed_rows.certain:
             check_no_prefix(self.accelerator.unwrap_model(self.model))
         patch_packed_attention(base_of(self.model), self.patched, self.packed_rows)
+        slice_documents(self)  # around the collator, once attention knows documents
         self.add_callback(TokenCount(self))
         widen_notebook_table(self)
         for plugin in self.plugins():
@@ -221,9 +219,9 @@ class LigerTrainer(SFTTrainer):
                 "are packed too, so documents would see one another in evaluations. Leave it out, or set packing or "
                 "padding_free."
             )
-        if one_sequence_each and (attention != AUTO or self.args.torch_compile):
+        if one_sequence_each and (attention != AUTO or self.args.torch_compile or self.shards_sequences()):
             return None
-        return PackedRows(attention == AUTO, certain=self.padding_free)
+        return PackedRows(attention == AUTO, certain=self.padding_free, sliced=self.shards_sequences())
 
     def _pads_on_the_right(self) -> bool:
         """Return whether batches are TRL's own, or another collator adds to them. A subclass may pad elsewhere."""
@@ -234,10 +232,17 @@ class LigerTrainer(SFTTrainer):
 
     # one step, in the order in which transformers calls it
 
+    def _get_num_items_in_batch(self, batch_samples, device):
+        if not self.shards_sequences() or "shift_labels" not in batch_samples[0]:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        local = torch.stack([(batch["shift_labels"] != IGNORE_INDEX).sum() for batch in batch_samples]).sum()
+        return self.accelerator.reduce(local.to(device), "sum")
+
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.finite.record_loss(loss, inputs)
-        return loss
+        # transformers logs the mean over all ranks, of which those with slices of a row add up
+        return loss * ranks_summed(self) if self.shards_sequences() else loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the loss; with `return_outputs` also the model's outputs, which have no gradient.
@@ -283,7 +288,7 @@ class LigerTrainer(SFTTrainer):
         """Return how many ranks' gradients are averaged. `num_items_in_batch` counts the tokens of all these ranks."""
         if self.accelerator.num_processes == 1 or not self.args.average_tokens_across_devices:
             return 1
-        return self.accelerator.num_processes // self.get_tp_size()
+        return self.accelerator.num_processes // (self.get_tp_size() * ranks_summed(self))
 
     def _evaluate_user_loss(self, model, inputs, return_outputs, num_items):
         """Compute `compute_loss_func` on real logits, and the metrics in a fused pass."""
@@ -505,6 +510,11 @@ class LigerTrainer(SFTTrainer):
     def quantised(self) -> Any:
         """Return what holds the weights behind the model's quantised ones (`qat`); None where it has none."""
         return getattr(base_of(self.model), QUANTISED, None)
+
+    def shards_sequences(self) -> bool:
+        """Return whether each rank trains on slices of rows, as DeepSpeed's Ulysses cuts them."""
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        return parallelism is not None and parallelism.sp_enabled
 
     # what LigerDistillTrainer does otherwise
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from held_folders import held_by_a_child
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from liger_trainer.common.checkpoints import MANIFEST, checkpoints_in, damage
-from liger_trainer.common.files import BEFORE
+from liger_trainer.common.checkpoints import MANIFEST, TRAINER_STATE, checkpoints_in, damage
+from liger_trainer.common.files import BEFORE, STATE
 from liger_trainer.errors import ConfigError, CorruptError
 from liger_trainer.run.launch import resumption
 from liger_trainer.run.train_loop import check_checkpoint
@@ -236,6 +237,14 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def strip_manifest(checkpoint: Path) -> None:
+    """Make a checkpoint one of an earlier version."""
+    (checkpoint / MANIFEST).unlink()
+    state = json.loads((checkpoint / STATE).read_text())
+    del state["stateful_callbacks"][TRAINER_STATE]["manifest"]
+    (checkpoint / STATE).write_text(json.dumps(state))
+
+
 def test_resume_takes_the_newest_whole_checkpoint_and_says_what_it_passes_over(trained, copy, cli):
     flip(copy / "checkpoint-4" / "adapter_model.safetensors")
     with pytest.warns(
@@ -306,23 +315,32 @@ def test_a_folder_in_which_a_run_trains_is_refused_to_another(copy, cli):
 def test_a_missing_measurement_before_training_is_said(copy, cli):
     checkpoint = copy / "checkpoint-4"
     assert BEFORE in json.loads((checkpoint / MANIFEST).read_text())["files"]
-    (checkpoint / MANIFEST).unlink()
+    strip_manifest(checkpoint)
     (checkpoint / BEFORE).unlink()
     with pytest.warns(UserWarning, match=f"has no {BEFORE}.*before is the student after step 4"):
         assert cli("resume", copy)[0] == 0
 
 
-def test_without_a_manifest_the_files_of_a_trainer_must_be_there(copy):
+def test_every_kind_of_damage_is_seen(copy):
+    """Without a manifest, by names, sizes and headers."""
     checkpoint = copy / "checkpoint-4"
-    (checkpoint / MANIFEST).unlink()
+    strip_manifest(checkpoint)
     assert damage(checkpoint) is None
-    for name, told in (
-        ("trainer_state.json", "trainer_state.json is missing"),
-        ("adapter_model.safetensors", "it holds no weights"),
-        ("optimizer.pt", "optimizer.pt is missing"),
-        ("rng_state.pth", "rng_state.pth is missing"),
+    for name, harm, told in (
+        ("trainer_state.json", lambda path: path.unlink(), "trainer_state.json is missing"),
+        ("trainer_state.json", lambda path: path.write_text("{"), "trainer_state.json cannot be read"),
+        ("adapter_model.safetensors", lambda path: path.unlink(), "it holds no weights"),
+        ("adapter_model.safetensors", lambda path: path.write_bytes(b""), "is cut off: 0 bytes"),
+        ("adapter_model.safetensors", lambda path: path.write_bytes(b"\x05" + bytes(12)), "has no safetensors header"),
+        ("adapter_model.safetensors", lambda path: path.write_bytes(path.read_bytes() + b"x"), "instead of"),
+        ("optimizer.pt", lambda path: path.unlink(), "optimizer.pt is missing"),
+        ("rng_state.pth", lambda path: path.unlink(), "rng_state.pth is missing"),
+        ("optimizer.pt", lambda path: path.write_bytes(path.read_bytes()[:-30]), "optimizer.pt is cut off"),
     ):
         before = (checkpoint / name).read_bytes()
-        (checkpoint / name).unlink()
+        harm(checkpoint / name)
         assert told in (damage(checkpoint) or "nothing")
         (checkpoint / name).write_bytes(before)
+    assert zipfile.is_zipfile(checkpoint / "optimizer.pt") and damage(checkpoint) is None
+    (checkpoint / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    assert damage(checkpoint) == "model-1.safetensors is missing"

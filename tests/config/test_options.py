@@ -1,4 +1,4 @@
-"""One declaration of an option serves Python and YAML: they refuse the same settings, in the same words."""
+"""One declaration of an option serves Python, YAML and the JSON schema: they refuse the same settings."""
 
 import json
 from dataclasses import dataclass
@@ -6,10 +6,13 @@ from dataclasses import dataclass
 import jsonschema
 import pytest
 import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from transformers import HfArgumentParser
 from trl import ModelConfig, TrlParser
 
-from liger_trainer.common.options import check_values, conflicts_of, option
+from liger_trainer.common.options import OptionValues, check_values, clashes, conflicts_of, option
+from liger_trainer.config.conflicts import CONFLICTS
 from liger_trainer.config.run_config import check_text
 from liger_trainer.config.schema import built_in_configs, shipped_schema, shipped_text
 from liger_trainer.config.yaml_reader import parse_yaml
@@ -21,6 +24,20 @@ from liger_trainer.trainers.options import SamplingConfig
 
 EDITOR = jsonschema.Draft202012Validator(json.loads(shipped_text()))
 NEEDED = {"model_name_or_path": "m", "dataset_name": "d", "recipe": "distill", "teacher_model_name_or_path": "t"}
+# a value other than the default of every key that a conflict looks at
+VALUES = {
+    "boolean": [True, False], "integer": [1, 0], "number": [0.5], "string": ["x"], "array": [[0]], "object": [{"a": 1}],
+    "null": [None],
+}  # fmt: skip
+READ = sorted({key for conflict in CONFLICTS if conflict.when.rule for key in conflict.reads})
+
+
+def values_of(key: str) -> list:
+    rule = shipped_schema().keys[key].rule
+    if "enum" in rule:
+        return rule["enum"]
+    kinds = rule["type"] if isinstance(rule["type"], list) else [rule["type"]]
+    return [value for kind in kinds for value in VALUES[kind]]
 
 
 @pytest.mark.parametrize("families", [("smollm2", "gemma3"), pytest.param("", marks=pytest.mark.slow)])
@@ -30,6 +47,21 @@ def test_the_schema_is_valid_and_accepts_every_built_in_configuration(families):
     for name, resource in built_in_configs().items():
         if name.startswith(families):
             assert not list(EDITOR.iter_errors(parse_yaml(resource.read_text()))), name
+
+
+def documents() -> st.SearchStrategy[dict]:
+    settings_of = st.sampled_from([(key, value) for key in READ for value in values_of(key)])
+    return st.lists(settings_of, max_size=6, unique_by=lambda setting: setting[0]).map(dict)
+
+
+@settings(max_examples=100, deadline=None)
+@given(documents())
+@example({"teacher": "cache", "teacher_cache_dir": None})
+def test_an_editor_sees_the_conflicts_that_the_check_finds(document):
+    defaults = {key: spec.default for key, spec in shipped_schema().keys.items()} | {"num_sample_completions": 0}
+    found = set(clashes(OptionValues({**defaults, **document}, document.keys()), [c for c in CONFLICTS if c.when.rule]))
+    editor = jsonschema.Draft202012Validator({k: EDITOR.schema[k] for k in ("dependentRequired", "allOf")})
+    assert bool(found) == (not editor.is_valid(document)), (document, found)
 
 
 @pytest.mark.parametrize(

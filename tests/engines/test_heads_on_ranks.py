@@ -257,7 +257,7 @@ def host(model, **args):
     options = {"max_length": 8, "per_device_train_batch_size": 2, "torch_compile": False, **args}
     return SimpleNamespace(
         model=model, accelerator=accelerator, args=SimpleNamespace(**options), is_fsdp_enabled=True,
-        compute_loss_func=None,
+        compute_loss_func=None, shards_sequences=lambda: False,
     )  # fmt: skip
 
 

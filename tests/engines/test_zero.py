@@ -10,12 +10,14 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from datasets import Dataset
 from engines.fsdp2_on_cpu import forget
 from engines.projector_training import trained_projectors
 from processes import finish, outcome_of
@@ -28,6 +30,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig
 
+import liger_trainer
 from liger_trainer import LigerTrainer
 from liger_trainer.trainers.finite_guard import FiniteGuard
 
@@ -121,6 +124,27 @@ def projectors_of_zero3(output_dir: Path, resume: bool) -> dict:
     return trained_projectors(output_dir, resume=resume, deepspeed=settings(3))
 
 
+def preferred(stage: int) -> dict:
+    """Train a step by ORPO, without and with `enable()`. Return both losses, the gradients, and what is said."""
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # warns that it may change
+
+    answers = {"chosen": completions(8)["completion"], "rejected": completions(8, seed=9)["completion"]}
+    rows = Dataset.from_dict({"prompt": completions(8)["prompt"], **answers})
+    taken: dict = {"losses": [], "gradients": []}
+    for switch in (liger_trainer.disable, liger_trainer.enable):
+        forget_all()
+        switch()
+        with warnings.catch_warnings(record=True) as told, recorded() as of_step:
+            warnings.simplefilter("always")
+            args = train_args(ORPOConfig, max_steps=1, max_length=64, deepspeed=settings(stage))
+            trainer = ORPOTrainer(tiny_model(), args, train_dataset=rows, processing_class=tiny_tokenizer())
+            trainer.train()
+        taken["losses"].append(next(log["loss"] for log in trainer.state.log_history if "loss" in log))
+        taken["gradients"].append(of_step["gradients"])
+    liger_trainer.disable()
+    return taken | {"told": [str(w.message) for w in told if w.category is liger_trainer.MaterializedLogitsWarning]}
+
+
 def resumed_steps(output_dir: Path) -> dict:
     """Train four steps by ZeRO-3, then the last two again from the checkpoint after the second. Return both."""
     losses, saved = [], []
@@ -184,6 +208,14 @@ def test_all_ranks_leave_out_a_step_as_deepspeed_does(two_processes, case):
 def test_all_ranks_stop_at_numbers_that_are_not_finite(two_processes, case, words):
     assert all(word in two_processes[case]["message"] for word in words), two_processes[case]["message"]
     assert two_processes[case]["step"] <= 3
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_orpo_is_that_of_trl_and_says_where_it_stores_logits(two_processes, stage):
+    taken = two_processes["orpo", stage]
+    assert taken["losses"][1] == pytest.approx(taken["losses"][0], rel=1e-5)
+    assert_same_gradients(*reversed(taken["gradients"]))
+    assert [("ZeRO-3 frees the output head" in told) for told in taken["told"]] == [True] * (stage == 3)
 
 
 def test_projectors_are_trained_and_resumed_as_by_the_students_optimizer(two_processes, tmp_path):
@@ -258,6 +290,7 @@ if __name__ == "__main__":
     with mock.patch.dict(deepspeed.ops.__compatible_ops__, clear=True):  # compiles nothing
         steps: dict = {case: zero_step(*case) for case in STEPS}
         steps |= {case: non_finite(*case) for case in NON_FINITE}
+        steps |= {("orpo", stage): preferred(stage) for stage in (2, 3)}
         steps[RESUMED] = resumed_steps(Path(sys.argv[2]))
         steps["projectors"] = [projectors_of_zero3(Path(sys.argv[2], "projectors"), again) for again in (False, True)]
     finish(steps, sys.argv[1])

@@ -19,6 +19,7 @@ from liger_trainer.patching.packing.packed_rows import (
     PackedRows,
     patch_packed_attention,
     why_documents_mix,
+    why_not_sliced,
 )
 
 LENGTHS = (5, 9, 2, 12)  # the windows of these families are of 8 tokens
@@ -176,3 +177,24 @@ def test_an_attention_of_one_s_own_is_trusted_where_the_user_says_so():
 
 
 # Slices of rows, on several GPUs. The exchange itself: tests/engines
+
+
+def windowed(window, *kinds):
+    """Flash attention is told the window beside the mask."""
+    model = tiny_model("qwen3")
+    model.config.layer_types, model.config.sliding_window = list(kinds), window
+    model.config._attn_implementation_internal = "flash_attention_2"
+    return model
+
+
+@pytest.mark.parametrize("model, words", [
+    (lambda: tiny_model("llama"), None),
+    (lambda: tiny_model("llama", attn_implementation="eager"), "is eager"),
+    (lambda: tiny_model("gemma3"), "windows of its attention (sliding_attention)"),
+    (lambda: tiny("lfm2"), "layers of type conv"),
+    (lambda: windowed(8, "sliding_attention", "sliding_attention"), None),
+    (lambda: windowed(None, "chunked_attention", "full_attention"), "chunked_attention"),
+])  # fmt: skip
+def test_models_whose_rows_cannot_be_sliced_say_why(model, words):
+    reason = why_not_sliced(model())
+    assert reason is None if words is None else words in reason

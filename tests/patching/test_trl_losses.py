@@ -1,14 +1,20 @@
 """enable(): TRL's preference and RL trainers, unmodified, without the logits of a batch. Equal to stock to 1e-5."""
 
+import importlib
+
 import pytest
 import torch
+import torch.nn.functional as F
 import trl.trainer.utils
 from peft import LoraConfig
 from quick_cases import slow_but
-from tiny import assert_same_gradients, largest_vocabulary_tensor
-from trl_runs import assert_same_numbers, trained
+from tiny import assert_same_gradients, largest_vocabulary_tensor, tiny_model
+from trl_runs import CPOTrainer, ORPOTrainer, assert_same_numbers, make, trained
 
 import liger_trainer
+from liger_trainer import MaterializedLogitsWarning
+from liger_trainer.losses import deferring_head as scored_logits_file
+from liger_trainer.losses.deferring_head import ScoredLogits, scored_logits
 from liger_trainer.patching.patcher import patched_record
 from liger_trainer.patching.use_liger_kernel import FusedLogProbs
 
@@ -19,6 +25,7 @@ pytestmark = [
 
 STOCK = trl.trainer.utils._ChunkedLogProbFunction
 ADAPTERS = LoraConfig(target_modules=["q_proj", "down_proj"], r=4, task_type="CAUSAL_LM")
+ON_THE_HEAD = LoraConfig(target_modules=["q_proj", "lm_head"], r=4, task_type="CAUSAL_LM")
 CASES = {
     "sft": ("sft", {}),
     "sft, our layers": ("sft", {"use_liger_kernel": True}),
@@ -45,17 +52,33 @@ CASES = {
     "rloo": ("rloo", {}),
     "rloo, our layers": ("rloo", {"use_liger_kernel": True}),
     "distillation, our layers": ("distillation", {"use_liger_kernel": True}),
+    "orpo": ("orpo", {}),
+    "orpo, softcap": ("orpo", {"family": "gemma2"}),
+    "orpo, adapters": ("orpo", {"peft_config": ADAPTERS}),
+    "orpo, experts": ("orpo", {"family": "mixtral"}),
+    "orpo, our layers": ("orpo", {"use_liger_kernel": True}),
+    "cpo": ("cpo", {}),
+    "cpo, scaled logits": ("cpo", {"family": "granite"}),
+    "simpo": ("cpo", {"loss_type": "simpo", "cpo_alpha": 0.0}),
+    "simpo, adapters on the head": ("cpo", {"loss_type": "simpo", "cpo_alpha": 0.3, "peft_config": ON_THE_HEAD}),
 }
 # KTO shares DPO's path through our code, RLOO GRPO's.
 QUICK = ("sft, our layers", "dpo, adapters", "dpo, our layers", "kto", "grpo, entropy bonus", "grpo, our layers",
-         "distillation, our layers")  # fmt: skip
+         "distillation, our layers", "orpo", "orpo, adapters", "cpo, scaled logits", "simpo")  # fmt: skip
+
+
+def replaced():
+    """What of TRL's we replace, as it is now."""
+    methods = [{n: x for n, x in vars(cls).items() if callable(x)} for cls in (ORPOTrainer, CPOTrainer)]
+    return trl.trainer.utils._ChunkedLogProbFunction, methods
 
 
 @pytest.fixture(autouse=True)
 def off_again():
+    before = replaced()
     yield
     liger_trainer.disable()
-    assert trl.trainer.utils._ChunkedLogProbFunction is STOCK
+    assert replaced() == before
 
 
 def run(case, folder, ours, **options):
@@ -73,12 +96,13 @@ def test_trainers_train_as_stock_ones_and_store_no_logits(case, tmp_path, monkey
     name, patched = CASES[case][0], "our layers" in case
     assert 0 < seen.rows <= 8 or name == "distillation"  # whose loss in TRL is of logits
     assert_same_gradients(gradients, wanted, 1e-4 if patched else 1e-5)
-    assert_same_numbers(got, want, 1e-4 if patched else 1e-5)
+    assert_same_numbers(got, want, 1e-4 if patched and name != "orpo" else 1e-5)
     record = patched_record(got.model)
     assert (record is not None) == patched and patched_record(want.model) is None
     if patched:
         assert {"RMSNorm", "SwiGLU"} <= set(record.report.swapped)
-        assert (record.fused is None) == (name != "distillation")  # which passes no config, and asks for no loss
+        if name not in ("orpo", "cpo"):  # distillation passes no config, and asks for no loss
+            assert (record.fused is None) == (name != "distillation")
 
 
 def head_inputs(dtype=torch.float32) -> list:
@@ -113,12 +137,96 @@ def test_weights_partitioned_by_zero_3_stay_with_trl():
     assert len(calls) == 1 and calls[0][:8] == tuple(inputs)
 
 
-@pytest.mark.parametrize("other", [None, torch.nn.Identity])  # no such function, and one with other arguments
-def test_another_release_of_trl_keeps_its_own_with_a_warning(other):
-    name, utils = "_ChunkedLogProbFunction", trl.trainer.utils
+@pytest.mark.parametrize(
+    ("module", "name", "other", "message"),
+    [
+        ("trl.trainer.utils", "_ChunkedLogProbFunction", None, "keep TRL's own"),
+        ("trl.trainer.utils", "_ChunkedLogProbFunction", torch.nn.Identity, "keep TRL's own"),  # other arguments
+        ("trl.experimental.orpo.orpo_trainer", "ORPOTrainer", None, "no ORPOTrainer as of 1.16"),
+        ("trl.experimental.orpo.orpo_trainer", "ORPOTrainer.get_batch_logps", None, "no ORPOTrainer as of 1.16"),
+    ],
+)
+def test_another_release_of_trl_keeps_its_own_with_a_warning(module, name, other, message):
+    *holders, attribute = name.split(".")
+    holder = importlib.import_module(module)
+    for each in holders:
+        holder = getattr(holder, each)
     with pytest.MonkeyPatch.context() as patch:
-        (patch.delattr(utils, name) if other is None else patch.setattr(utils, name, other))
-        with pytest.warns(UserWarning, match="keep TRL's own"):
+        (patch.delattr(holder, attribute) if other is None else patch.setattr(holder, attribute, other))
+        with pytest.warns(UserWarning, match=message):
             liger_trainer.enable()
-        assert vars(utils).get(name) is other
+        assert vars(holder).get(attribute) is other
         liger_trainer.disable()
+
+
+def test_in_bf16_the_products_are_those_of_the_forwards_autocast(monkeypatch):
+    seen = []
+    for name in ("linear_log_probs", "linear_cross_entropy"):
+        op = getattr(scored_logits_file, name)
+
+        def spy(*args, op=op, **options):
+            seen.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
+            return op(*args, **options)
+
+        monkeypatch.setattr(scored_logits_file, name, spy)
+    (got, gradients), (want, wanted) = (run("orpo", None, ours, bf16=True) for ours in (True, False))
+    assert len(seen) >= 4 and set(seen) == {torch.bfloat16}
+    assert_same_numbers(got, want, 0.03)
+    for name, x in wanted.items():
+        assert (gradients[name] - x).norm() < 0.03 * x.norm(), name
+
+
+def test_a_head_that_cannot_be_deferred_warns_and_trains_on():
+    liger_trainer.enable()
+    trainer = make("orpo", max_steps=1)
+    trainer.model.lm_head.register_full_backward_hook(lambda *_: None)
+    with pytest.warns(MaterializedLogitsWarning, match="LlamaForCausalLM stores .* backward hooks"):
+        trainer.train()
+
+
+# The logits of ORPO and CPO themselves
+
+
+def scored(family="llama", seed=0):
+    """(scored logits, real ones, labels) of a forward without labels."""
+    model = tiny_model(family)
+    ids = torch.randint(60, (3, 7), generator=torch.Generator().manual_seed(seed))
+    with scored_logits(model):
+        logits = model(ids).logits
+    assert isinstance(logits, ScoredLogits)
+    labels = ids.clone()
+    labels[:, :2] = -100
+    return logits, model(ids).logits, labels
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+def test_losses_on_them(family):
+    logits, real, labels = scored(family)
+    flat = logits[:, :-1].contiguous().view(-1, logits.shape[-1]), real[:, :-1].reshape(-1, real.shape[-1])
+    for options in ({}, {"label_smoothing": 0.1}, {"reduction": "sum"}, {"ignore_index": 7}):
+        got, want = (F.cross_entropy(x, labels[:, 1:].reshape(-1).clamp(min=0), **options) for x in flat)
+        torch.testing.assert_close(got, want)
+    values = logits.log_probs(labels, mean_logits=True)
+    expected = real.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(values.log_prob, expected * (labels != -100))
+    torch.testing.assert_close(logits.detach().mean(), real.mean())
+    assert not logits.detach().mean().requires_grad
+
+
+def test_what_they_do_not_know_computes_logits():
+    logits, real, labels = scored()
+    weight = torch.rand(64)
+    for get in (
+        lambda x: x.mean(-1), lambda x: x.mean(), lambda x: x.detach().logsumexp(-1),
+        lambda x: F.cross_entropy(x.view(-1, 64), labels.view(-1), reduction="none"),
+        lambda x: F.cross_entropy(x.view(-1, 64), labels.view(-1), weight=weight),
+    ):  # fmt: skip
+        torch.testing.assert_close(get(logits), get(real))
+
+
+def test_within_the_forward_they_warn():
+    model = tiny_model()
+    with scored_logits(model):
+        logits = model(torch.arange(6)[None]).logits
+        with pytest.warns(MaterializedLogitsWarning, match="a mean along a dimension"):
+            logits.mean(-1)

@@ -77,7 +77,7 @@ def main(folder: Path, kind: str, moments: int) -> int:
     took, rng, killed = time.perf_counter() - start, random.Random(3), 0
     path = str(folder / "killed")
     timed = [(None, rng.uniform(0.1, 0.5) * took) for _ in range(moments // 5)]
-    # six calls a shard, before and after each
+    # six calls a shard or a part, before and after each
     counted = [(calls, None) for calls in rng.sample(range(1, 25), moments - len(timed))]
     for calls, seconds in timed + counted:
         if not is_finished(path):
@@ -92,6 +92,6 @@ def is_finished(path: str) -> bool:
 
 
 if __name__ == "__main__":
-    cache_capture.MIB = BYTES_OF_A_SHARD
+    cache_capture.MIB, cache_capture.SECONDS_OF_A_PART = BYTES_OF_A_SHARD, 0.0  # a part after each batch
     folder = Path(sys.argv[1])
     (folder / "times").write_text(str(main(folder, sys.argv[2], int(sys.argv[3]))))

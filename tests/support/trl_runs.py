@@ -10,6 +10,11 @@ import trl
 from datasets import Dataset
 from tiny import FirstGradients, completions, tiny_model, tiny_tokenizer, train_args
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
 TIMES = ("runtime", "per_second", "step_time", "epoch")
 
 
@@ -42,6 +47,8 @@ TRAINERS: dict[str, tuple[Any, Any, Any, dict, dict]] = {
     "grpo": (trl.GRPOTrainer, trl.GRPOConfig, prompts, SAMPLED, {"reward_funcs": length}),
     "rloo": (trl.RLOOTrainer, trl.RLOOConfig, prompts, SAMPLED, {"reward_funcs": length}),
     "distillation": (trl.DistillationTrainer, trl.DistillationConfig, prompts, {"max_completion_length": 6}, {}),
+    "orpo": (ORPOTrainer, ORPOConfig, preferences, {"max_length": 64}, {}),
+    "cpo": (CPOTrainer, CPOConfig, preferences, {"max_length": 64}, {}),
 }
 
 
@@ -55,7 +62,8 @@ def make(name: str, model: Any = None, folder: Path | None = None, peft_config: 
     if name == "distillation":
         arguments = {"teacher_model": tiny_model("qwen3", seed=3)}
     tokenizer = tiny_tokenizer()
-    tokenizer.padding_side = "left"
+    if name not in ("orpo", "cpo"):
+        tokenizer.padding_side = "left"
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)

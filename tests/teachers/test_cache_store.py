@@ -1,13 +1,14 @@
 """A cache on disk: rows found by their content, damage found and named, fingerprints that tell apart what matters."""
 
 import json
+import os
 import random
 import shutil
 import threading
 
 import pytest
 import torch
-from caches import config, end_of, flip, trainer_of
+from caches import config, end_of, flip, keys_of, trainer_of
 from commands import call
 from tiny import tiny_model
 from trainings import OnStep
@@ -147,3 +148,49 @@ def test_files_are_known_in_every_format(tmp_path):
     (tmp_path / "d").mkdir()
     with pytest.raises(ConfigError, match="No weights were found"):
         files_fingerprint(str(tmp_path / "d"))
+
+
+def replaced(file):
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content)
+
+
+CHANGES = {
+    "in place": lambda file: flip(file, file.stat().st_size - 40, 5),
+    "replaced": lambda file: (replaced(file), flip(file, file.stat().st_size - 40, 5)),
+    "emptied": lambda file: file.write_bytes(b""), "removed": lambda file: file.unlink(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_shard_that_changes_after_it_was_compared_ends_the_training(cache, tmp_path, change, verified):
+    """Changed after the first step, by when all are compared; also by a copy that has the old time of change."""
+    file, out = cache / "shard-00002.safetensors", tmp_path / "out"
+    options = {"output_dir": str(out), "max_steps": 6, "save_strategy": "steps", "save_steps": 6}
+    trainer = trainer_of(config(cache, cache_entries=8, verify_teacher_cache=verified, **options))
+
+    def alter():
+        if trainer.state.global_step == 1:
+            trainer.teaching.settle()
+            times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+            CHANGES[change](file)
+            if file.exists():
+                os.utime(file, ns=times)
+
+    trainer.add_callback(OnStep(alter))
+    with pytest.raises(CorruptError, match="shard-00002.safetensors"):
+        trainer.train()
+    assert not list(out.glob("checkpoint-*"))
+
+
+def test_a_shard_that_is_touched_or_copied_is_read_on(cache):
+    """What is there is compared again, so a copy of the same content does no harm."""
+    read, keys = TeacherCache(cache), keys_of(config(cache))
+    before = [read.records(key) for key in keys]
+    for file in cache.glob("shard-*"):
+        os.utime(file)
+        shutil.copy(file, cache / "copy")
+        (cache / "copy").replace(file)
+    assert all(torch.equal(record, read.records(key)) for record, key in zip(before, keys, strict=True))

@@ -200,9 +200,9 @@ def test_damage_of_the_head_and_of_a_shard(whole, tmp_path, capsys):
 
 def test_interrupted_between_any_two_files(tmp_path, monkeypatch):
     """Whatever was written last, the same command ends with the same files; other kinds and dtypes do not go on."""
-    small = {"mib": 4096, "cache_shard_mb": 1}
-    hidden_cache(tmp_path / "whole", per_device_eval_batch_size=4, **small)
+    hidden_cache(tmp_path / "whole", per_device_eval_batch_size=4)
     truth, write = files_of(tmp_path / "whole"), cache_capture.write_atomically
+    monkeypatch.setattr(cache_capture, "SECONDS_OF_A_PART", 0.0)
     for stop_at in (1, 2, 3):
         folder, calls = tmp_path / str(stop_at), []
 
@@ -214,14 +214,14 @@ def test_interrupted_between_any_two_files(tmp_path, monkeypatch):
 
         monkeypatch.setattr(cache_capture, "write_atomically", mortal)
         with pytest.raises(KeyboardInterrupt):
-            hidden_cache(folder, per_device_eval_batch_size=4, **small)
+            hidden_cache(folder, per_device_eval_batch_size=4)
         monkeypatch.setattr(cache_capture, "write_atomically", write)
         assert not read_index(folder).finished and (read_index(folder).head is None) == (stop_at == 1)
         with pytest.raises(ConfigError, match="settings.kind: hidden there, topk now"):
             captured(folder)
         with pytest.raises(ConfigError, match="settings.dtype: float32 there, bfloat16 now"):
             hidden_cache(folder, bf16=True)
-        hidden_cache(folder, per_device_eval_batch_size=4, **small)
+        hidden_cache(folder, per_device_eval_batch_size=4)
         assert files_of(folder) == truth
 
 

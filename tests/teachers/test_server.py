@@ -247,6 +247,59 @@ def test_a_slow_server_and_none_at_all():
         CompletionsServer(options_of(server, retries=1), lambda seconds: None).ask([QUESTION])
 
 
+def test_several_servers_share_the_requests():
+    """And give the loss and gradients of one."""
+    with served(a_teacher()) as one, served(a_teacher()) as other, served(a_teacher()) as single:
+        logs, gradients = step(make(one, data=completions(8), teacher_server_base_url=[one.url, other.url]))
+        want_logs, want = step(make(single, data=completions(8)))
+        asked = [server.requests for server in (one, other)]
+        assert all(requests and requests[0]["prompt"] == single.requests[0]["prompt"] for requests in asked)
+        assert min(len(requests) for requests in asked) > 1
+        assert sum(map(len, asked)) == len(single.requests) + 1  # each is asked about the first tokens
+    assert logs["loss"] == want_logs["loss"]
+    assert all(torch.equal(gradient, want[name]) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("broken", [503, Reply(b"<html>"), Reply(b"{", headers={"Content-Length": "99"})])
+def test_another_server_takes_over(broken):
+    """At once, without a pause, and the one that failed is not asked again."""
+    pauses = []
+    with served(tiny_model(), lambda a, r: broken) as bad, served(tiny_model()) as good:
+        options = options_of(bad, url=[bad.url, good.url], retries=0, concurrency=1)
+        answers = CompletionsServer(options, pauses.append).ask([QUESTION] * 6)
+        assert len(bad.requests) == 1 and len(good.requests) == 6 and len(answers) == 6 and not pauses
+        good.change = lambda a, r: 503
+        with pytest.raises(TeacherServerError, match="2 attempts: .*The other 1 failed too"):
+            CompletionsServer(replace(options, retries=1), pauses.append).ask([QUESTION])
+        assert pauses == [0.5] and len(bad.requests) == 3
+
+
+def test_a_server_that_is_gone_is_replaced_and_one_that_refuses_is_not():
+    with served(tiny_model()) as gone:
+        pass
+    with served(tiny_model(), lambda a, r: 404) as refuses, served(tiny_model()) as good:
+        CompletionsServer(options_of(good, url=[gone.url, good.url])).ask([QUESTION])
+        with pytest.raises(ConfigError, match=rf"{refuses.url}/completions refuses: HTTP 404"):
+            CompletionsServer(options_of(good, url=[refuses.url, good.url])).ask([QUESTION])
+        with pytest.raises(ConfigError, match="names a server twice"):
+            CompletionsServer(options_of(good, url=[good.url, good.url]))
+
+
+def test_servers_of_different_models_are_refused():
+    def surer(seed):
+        model = tiny_model("granite", seed=seed)
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(20.0)
+        return model
+
+    with served(surer(3)) as one, served(surer(4)) as other:
+        urls = [one.url, other.url]
+        with pytest.raises(ConfigError, match=rf"{one.url}/completions and {other.url}/.* serve different models"):
+            make(one, teacher_server_base_url=urls)
+        other.model = surer(3).to(torch.bfloat16)  # rounding is no other model
+        make(one, teacher_server_base_url=urls)
+
+
 def test_a_run_whose_server_goes_away_is_saved_and_resumed(tmp_path):
     """Between two checkpoints, with two micro-batches a step; it ends with the weights of a run that had its server."""
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 100, "gradient_accumulation_steps": 2,

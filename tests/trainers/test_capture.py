@@ -163,6 +163,45 @@ def test_killed_captures_end_with_the_same_files(tmp_path, kind, moments):
     assert len(TeacherCache(tmp_path / "killed", verify=True)) == 24
 
 
+def test_what_was_read_of_a_shard_outlives_ctrl_c(tmp_path, monkeypatch):
+    """All fits into one shard; what the interrupted capture read is not read again, and the files are the same."""
+
+    def stop(done, total):
+        if done >= total / 2:
+            raise KeyboardInterrupt
+
+    def counted(self, keys, rows):
+        read.extend(keys)
+        return own(self, keys, rows)
+
+    read, own = [], teacher_reader.TeacherReader.read
+    monkeypatch.setattr(teacher_reader.TeacherReader, "read", counted)
+    args = config(tmp_path / "c")
+    with pytest.raises(KeyboardInterrupt):
+        capture(teacher_model(), args, tiny_tokenizer(), completions(), progress=stop)
+    index = read_index(tmp_path / "c")
+    assert not index.shards and len(index.parts) == 1 and index.tokens / 2 <= index.tokens_read < index.tokens
+    kept = len(read)
+    capture(teacher_model(), args, tiny_tokenizer(), completions())
+    assert 0 < kept < len(read) == len(set(read)) == 24
+    captured(tmp_path / "whole")
+    assert files_of(tmp_path / "c") == files_of(tmp_path / "whole")
+
+
+def test_what_was_read_is_written_each_minute(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(cache_capture.time, "monotonic", lambda: clock[0])
+    seen = []
+
+    def look(done, total):
+        clock[0] += 25.0
+        seen.append((done, read_index(tmp_path / "c").tokens_read))
+
+    capture(teacher_model(), config(tmp_path / "c"), tiny_tokenizer(), completions(), progress=look)
+    assert all(kept >= done for (done, _), (_, kept) in zip(seen, seen[3:], strict=False)), seen
+    assert len({kept for _, kept in seen}) > 2, seen
+
+
 def test_what_does_not_go_on_with_an_interrupted_capture(tmp_path, monkeypatch):
     """Other settings, another teacher or data, and any with a damaged shard."""
     monkeypatch.setattr(cache_capture, "MIB", 512)

@@ -1,6 +1,7 @@
 """Rows of ShareGPT and Alpaca: in preview, training and capture they are the same rows as their messages."""
 
 import json
+import signal
 
 import pytest
 from datasets import Dataset, IterableDataset
@@ -14,6 +15,7 @@ from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import check_student, open_model
 from liger_trainer.tools.preview import preview
+from liger_trainer.trainers import chat_template as chat_checks
 from liger_trainer.trainers.chat_rows import in_messages, split_last
 from liger_trainer.trainers.chat_template import check_chats
 from liger_trainer.trainers.row_preparation import prepare_rows
@@ -209,6 +211,7 @@ TOOLS = [
 CRITIC = [{"role": "user", "content": "w1"}, {"role": "critic", "content": "w2"}]
 UNKNOWN = "row 0: the chat template does not know the role '{}'"
 NO_CRITIC, NO_TOOL, FOREIGN = UNKNOWN.format("critic"), UNKNOWN.format("tool"), vars(chat_template_utils)
+_FAR = "{% for i in range(99999) %}{% for j in range(99999) %}"
 TEMPLATES = {  # a chat, a template, and what is said of it
     # by ==, by `in [...]`
     **{f"{name}'s tools": (TOOLS, FOREIGN[f"{name}_chat_template"], None)
@@ -257,6 +260,23 @@ def test_what_a_template_makes_of_a_chat(case):
     else:
         with pytest.raises((DataError, ConfigError), match=said):
             checked(chat, template)
+
+
+_ENDLESS = {
+    "loops in each other": (_FAR + "{% endfor %}{% endfor %}", "took more than 0.3 s"),
+    "a text without end": (_FAR + "{{ messages[0]['content'] * 100000 }}{% endfor %}{% endfor %}", "took more than"),
+}
+
+
+@pytest.mark.parametrize("way", _ENDLESS)
+@pytest.mark.parametrize("role", ["user", "critic"])  # the second is looked for in the template first
+def test_a_template_that_never_ends_is_stopped(monkeypatch, way, role):
+    monkeypatch.setattr(chat_checks, "RENDER_SECONDS", 0.3)
+    monkeypatch.setattr(chat_checks, "RENDER_MIB", 100.0)
+    handler, (template, why) = signal.getsignal(signal.SIGALRM), _ENDLESS[way]
+    with pytest.raises(ConfigError, match=f"row 0: the chat template does not come to an end: rendering the row {why}"):
+        checked([{"role": role, "content": "w1"}], template)
+    assert signal.getsignal(signal.SIGALRM) is handler and signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
 def test_a_template_of_a_file_or_of_another_model_is_the_one_that_is_asked(run, tmp_path):

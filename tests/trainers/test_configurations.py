@@ -88,7 +88,9 @@ VALUES: list[tuple[Any, dict[str, Any], str]] = [
     # servers
     (KD, {**SERVER, "teacher_server_base_url": None}, "teacher_server_base_url: missing; `teacher: server` needs it"),
     (KD, {**SERVER, "teacher_server_model": None}, "teacher_server_model: missing; `teacher: server` needs it"),
-    (KD, {**SERVER, "teacher_server_base_url": "localhost:8000"}, "expected an address such as http"),
+    *((KD, {**SERVER, "teacher_server_base_url": url}, "expected an address such as http")
+      for url in ("localhost:8000", ["http://a/v1", "b:80"])),
+    (KD, {**SERVER, "teacher_server_base_url": []}, "teacher_server_base_url: missing"),
     (KD, {**SERVER, "teacher_server_protocol": "trl"}, "teacher_server_protocol: expected one of vllm, echo"),
     (KD, {**SERVER, "teacher_server_top_k": 0}, "teacher_server_top_k: expected a number of at least 1"),
     (KD, {**SERVER, "taid": {"start": 0.4}}, "taid: it mixes logits of the whole vocabulary"),

@@ -16,7 +16,7 @@ from trainings import distill, sft
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from liger_trainer import LigerDistillConfig
-from liger_trainer.common.checkpoints import MANIFEST, TRAINER_STATE, checkpoints_in
+from liger_trainer.common.checkpoints import MANIFEST, TRAINER_STATE, WITH_MANIFEST, checkpoints_in
 from liger_trainer.common.files import STATE
 from liger_trainer.errors import ConfigError
 from liger_trainer.trainers.capture import capture
@@ -161,7 +161,8 @@ def test_what_may_change_is_no_difference(place, capsys):
 def test_a_checkpoint_from_before_goes_on_with_one_warning(place, capsys):
     file = place / "full" / "checkpoint-2" / STATE
     state = json.loads(file.read_text())
-    del state["stateful_callbacks"][TRAINER_STATE][KEY]
+    for name in (KEY, WITH_MANIFEST):
+        del state["stateful_callbacks"][TRAINER_STATE][name]
     file.write_text(json.dumps(state))
     (file.parent / MANIFEST).unlink()
     reverse()

@@ -2,12 +2,10 @@
 
 import json
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig
 from tiny import VOCAB, WORDS, completions, double_copy, texts, tiny_model, tiny_tokenizer, train_args
@@ -173,20 +171,6 @@ def test_models_and_options_that_are_refused(case):
     make, options, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         sft(make(), liger_kernel_config=options)
-
-
-@pytest.mark.parametrize("kind", ["sp", "cp"])
-def test_rows_that_gpus_share_are_refused(kind, monkeypatch):
-    create = Trainer.create_accelerator_and_postprocess
-
-    def shared(self):
-        create(self)
-        parallelism = SimpleNamespace(sp_enabled=kind == "sp", cp_enabled=kind == "cp", sp_backend="none", tp_size=1)
-        monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", parallelism)
-
-    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", shared)
-    with pytest.raises(ConfigError, match="rows that several GPUs share"):
-        sft()
 
 
 def test_a_model_that_was_patched_with_a_loss_on_logits_is_refused_and_stays_so():

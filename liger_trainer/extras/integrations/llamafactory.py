@@ -22,9 +22,7 @@ from torch import Tensor
 from ...common.console import announce
 from ...common.replacements import Replacements
 from ...errors import ConfigError
-from ...kernels.linear_log_probs import linear_log_probs
-from ...losses.deferred_logits import DeferredLogits
-from ...losses.deferring_head import deferred_logits
+from ...losses.deferring_head import ScoredLogits, scored_logits
 from ...patching.patcher import PatchOptions, base_of, patch, patched_record
 
 try:
@@ -102,13 +100,12 @@ def _fused_log_probs(stock: Callable) -> Callable:
         tensors = {name: x.to(trainer.device, non_blocking=True) for name, x in batch.items() if hasattr(x, "to")}
         # without labels the model computes no loss itself
         labels = tensors.pop("labels")[:, 1:]
-        with deferred_logits(base):
+        with scored_logits(base):
             logits: Any = model(**tensors).logits[:, :-1]
-            if isinstance(logits, DeferredLogits) and not logits.stored:
-                with logits.autocasting():
-                    return linear_log_probs(**logits.operands(), labels=labels.flatten()).log_prob.view(labels.shape)
+            if isinstance(logits, ScoredLogits) and not logits.stored:
+                return logits.log_probs(labels).log_prob
         # here somebody has looked at the logits, and they are stored
-        logits = logits.compute() if isinstance(logits, DeferredLogits) else logits
+        logits = logits.compute() if isinstance(logits, ScoredLogits) else logits
         return -F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
     return compute_log_probs

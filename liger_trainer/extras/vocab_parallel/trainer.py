@@ -73,7 +73,7 @@ def why_whole_head(trainer: TrainerHost) -> str | None:
             return "uld, alm and the losses on hidden states need whole models"
     if trainer.compute_loss_func is not None:
         return "compute_loss_func reads logits"
-    return None
+    return "sequences are sharded over the ranks" if trainer.shards_sequences() else None
 
 
 def _costs_more(trainer: TrainerHost, model: nn.Module) -> str | None:

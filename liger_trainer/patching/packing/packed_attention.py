@@ -354,17 +354,22 @@ def attend(
 
 
 NAMES = {"sdpa": "liger_packed_sdpa", "eager": "liger_packed_eager"}
+OF_SLICES = "liger_packed_sdpa_of_slices"
 KIND = "packed attention"
 
 
-def pack_attention(model: Any, replacements: Replacements, report: PatchReport) -> None:
-    """Have `model` compute attention over packed rows by lengths, where it runs sdpa or eager attention."""
+def pack_attention(model: Any, replacements: Replacements, report: PatchReport, sliced: bool = False) -> None:
+    """Have `model` compute attention over packed rows by lengths, where it runs sdpa or eager attention.
+
+    Args:
+        sliced: of the rows, each rank has a slice. The model runs sdpa.
+    """
     reason = why_not_packed(model)
     if reason is not None:
         report.leave(KIND, reason)
         return
     for config in attention_configs(model):
-        replacements.set(config, ATTENTION, NAMES[attention_implementation(config)])
+        replacements.set(config, ATTENTION, OF_SLICES if sliced else NAMES[attention_implementation(config)])
     report.swap(KIND)
 
 
@@ -466,6 +471,21 @@ class PackedAttention:
         return torch.cat(outputs, dim=1).unflatten(1, (rows[0].shape[0], -1)).squeeze(0)
 
 
+def attend_by_positions(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **how: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Compute sdpa within the documents of rows, told only by `position_ids` (rows, length).
+
+    Around it DeepSpeed makes whole rows of slices, their positions too, and nothing else. This waits for the device.
+    """
+    positions = how["position_ids"]
+    rows, length = positions.shape
+    documents = Documents.of_rows(rows, length, numbers_of_documents(positions), positions.device)
+    return PackedAttention("sdpa")(module, query, key, value, None, **{**how, "cu_seq_lens_q": documents.ends})
+
+
+AttentionInterface.register(OF_SLICES, attend_by_positions)
+AttentionMaskInterface.register(OF_SLICES, lambda *_, **__: None)  # pyright: ignore[reportArgumentType]
 for _former, _name in NAMES.items():
     AttentionInterface.register(_name, PackedAttention(_former))
     AttentionMaskInterface.register(_name, MaskMaker(_former))  # pyright: ignore[reportArgumentType]

@@ -6,6 +6,8 @@
 
 Rows are sorted by key over all shards, so bisection finds a row. The index is rewritten after every shard, and its
 last version says that the cache is finished. Every file is written atomically, so a killed capture leaves whole files.
+While a capture works on a shard, it writes what it has of it to shard-00000-part-00000.safetensors and so on, of the
+same form, which it removes when the shard is whole.
 """
 
 import json
@@ -20,7 +22,7 @@ import torch
 from datasets import Dataset
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from ...common.files import sha256, write_atomically
@@ -110,7 +112,7 @@ class TeacherName(_Part):
 
 
 class Shard(_Part):
-    name: Annotated[str, StringConstraints(pattern=r"^shard-\d{5,}\.safetensors$")]
+    name: Annotated[str, StringConstraints(pattern=r"^shard-\d{5,}(-part-\d{5,})?\.safetensors$")]
     """of a file in the cache's folder, and nowhere else"""
     rows: int
     tokens: int
@@ -137,13 +139,15 @@ class CacheIndex(_Part):
     rows: int
     tokens: int
     shards: tuple[Shard, ...]
+    parts: tuple[Shard, ...] = ()
+    """what an unfinished capture has of the next shard"""
     head: HeadFile | None = None
     """of hidden states, once it is written"""
 
     @property
     def tokens_read(self) -> int:
         """Return how many tokens are written down."""
-        return sum(shard.tokens for shard in self.shards)
+        return sum(shard.tokens for shard in (*self.shards, *self.parts))
 
     def differences(self, other: "CacheIndex") -> list[str]:
         """Return why `other` cannot go on where this one ended: "settings.entries: 64 there, 32 now"."""
@@ -188,7 +192,7 @@ def read_index(path: Path) -> CacheIndex:
 
 def write_index(path: Path, index: CacheIndex) -> None:
     # Keys that older versions did not know are left out where they say nothing, so that these read caches of today.
-    absent: dict[str, Any] = {} if index.head else {"head": True}
+    absent: dict[str, Any] = {name: True for name in ("parts", "head") if not getattr(index, name)}
     if isinstance(index.settings, CacheSettings) and not index.settings.unknown:
         absent["settings"] = {"unknown"}
     content = index.model_dump(mode="json", exclude=absent)
@@ -207,9 +211,12 @@ class TeacherCache:
         path: its directory.
         verify: read every shard and compare its SHA-256 first.
 
+    A shard that changes while it is read is compared with its SHA-256 again, before more is read from it.
+
     Raises:
         ConfigError: there is no cache, or its capture was not finished.
         CorruptError: a shard is missing, has another length than the index says, or, if asked for, another content.
+            `records` raises it too, for one that has changed.
     """
 
     def __init__(self, path: str | os.PathLike, verify: bool = False):
@@ -224,6 +231,7 @@ class TeacherCache:
         self._files = [self.path / shard.name for shard in self.index.shards]
         for _ in check_shards(self.path, self.index, contents=False):
             pass
+        self._states = [_state(file) for file in self._files]  # from before contents are compared, here or in a thread
         if verify:
             for _ in check_shards(self.path, self.index, contents=True):
                 pass
@@ -295,7 +303,30 @@ class TeacherCache:
         if len(self._keys) != self.index.rows or len(self._offsets) != self.index.rows + len(self.index.shards):
             raise CorruptError(f"The shards of {self.path} hold {len(self._keys)} rows, the index {self.index.rows}.")
 
+    def check_unchanged(self) -> None:
+        """Raise CorruptError where a shard was written to, replaced or removed, and is no longer what it was."""
+        for place in range(len(self._files)):
+            self._check_unchanged(place)
+
+    def _check_unchanged(self, place: int) -> None:
+        try:
+            now = _state(self._files[place])
+        except OSError as error:
+            raise self._unreadable(place, error) from None
+        if now == self._states[place]:
+            return
+        try:
+            _check_file(self.path, self.index.shards[place], contents=True)  # a copy or new permissions do no harm
+        except CorruptError as error:
+            raise CorruptError(
+                f"{error} It has changed since it was opened. Restore the file, or capture the cache again, then start "
+                "the same run again."
+            ) from None
+        self._states[place] = now
+        self._open.pop(place, None)
+
     def _shard(self, place: int) -> Any:
+        self._check_unchanged(place)
         if place not in self._open:
             try:
                 self._open[place] = safe_open(self._files[place], framework="pt")
@@ -373,9 +404,16 @@ def check_shards(path: Path, index: CacheIndex, contents: bool) -> Iterator[Shar
     Raises:
         CorruptError: at the first one that is missing or damaged.
     """
-    for file in (*(() if index.head is None else (index.head,)), *index.shards):
+    for file in (*(() if index.head is None else (index.head,)), *index.shards, *index.parts):
         _check_file(path, file, contents)
         yield file
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    """Return what becomes another when a file is written to or replaced."""
+    found = os.stat(file)
+    # The time of the last change of the inode too: a copy tool may set the time of modification back.
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _check_file(path: Path, expected: Shard | HeadFile, contents: bool) -> None:
@@ -399,3 +437,11 @@ def pack_shard(keys: list[bytes], records: list[Tensor]) -> bytes:
     }
     # One entry only: safetensors writes several in any order, and the same rows must give the same bytes.
     return save(tensors, metadata={"format": f"liger-trainer teacher cache {VERSION}"})
+
+
+def unpack_shard(file: Path) -> dict[bytes, Tensor]:
+    """Return the records of each row in a shard file, by the row's key."""
+    tensors = load_file(file)
+    ends = tensors["offsets"].tolist()
+    keys = [row.tobytes() for row in tensors["keys"].numpy()]
+    return {key: tensors["records"][start:end] for key, start, end in zip(keys, ends[:-1], ends[1:], strict=True)}
