@@ -78,7 +78,7 @@ HEADS = (
     "held, MiB", "gaps: loss, norm", "one GPU: loss, norm",
 )  # fmt: skip
 
-STEPS: dict[str, Any] = {"plan": Plan(4, 10, 2)}
+STEPS: dict[str, Any] = {"plan": Plan(5, 10, 2)}
 DDP: dict[str, Any] = {"engine": "ddp", **STEPS}
 COMMON: dict[str, Any] = {"fp32": True, **STEPS}
 # At the common 1e-4 these trainings from random weights are chaotic: two runs that differ by rounding part by more than

@@ -117,7 +117,8 @@ class _GathersChanged:
     def unshard(self, async_op: bool = False) -> None:
         if self._group._all_gather_result is not None or self._group.is_unsharded:
             return
-        known = {place: self._knowledge(param) for place, param in enumerate(self._params)}
+        merged = [tuple(attributes["merged_adapters"]) for attributes in self._merges]
+        known = {place: self._knowledge(param, merged) for place, param in enumerate(self._params)}
         self._gathered = [place for place, now in known.items() if now is None or self._seen.get(place) != now]
         self._next = {place: now for place, now in known.items() if now is not None}
         if not self._gathered:
@@ -135,14 +136,13 @@ class _GathersChanged:
                 param.to_unsharded()
         self._seen = self._next
 
-    def _knowledge(self, param: Any) -> Any:
+    def _knowledge(self, param: Any, merged: list[tuple]) -> Any:
         """Return what changes with a frozen shard, None for a trained one: optimizers leave no trace in versions."""
         shard = param.sharded_param
         if shard.requires_grad or not hasattr(param, "_unsharded_param"):
             return None
         local: Tensor = shard._local_tensor
         whole = param.unsharded_param._version
-        merged = [tuple(attributes["merged_adapters"]) for attributes in self._merges]
         return id(shard), shard._version, local.data_ptr(), local._version, whole, merged
 
     @contextlib.contextmanager

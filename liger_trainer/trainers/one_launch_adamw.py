@@ -1,15 +1,20 @@
-"""The optimizer of a training whose weights are whole on each GPU: AdamW in one launch, which clips gradients too.
+"""The optimizer of a training whose weights are whole on each GPU, or shared out by FSDP2: AdamW in one launch.
 
-Trainer clips by writing each gradient again, and torch's fused AdamW reads it again. Here the step gets the coefficient
-of clipping, a number on the device, and multiplies by it on the way.
+It clips gradients too: Trainer writes each gradient again, and torch's fused AdamW reads it again. Here the step gets
+the coefficient of clipping, a number on the device, and multiplies by it on the way. Of weights that FSDP2 shares out,
+each rank updates its shards as plain tensors: torch asks for each shard what to do with it.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from ..compat.torch_internals import (
@@ -40,6 +45,12 @@ class OneLaunchAdamW(torch.optim.AdamW):
 
     coefficient: Tensor | None = None
 
+    @functools.cached_property
+    def fits(self) -> bool:
+        """Whether our kernel can update all parameters, as they are at the first step: FSDP2 comes before it."""
+        params = _params(self)
+        return _are_plain(_local(params)) and (_are_shards(params) or not any(isinstance(p, DTensor) for p in params))
+
     def clip(self, norm: Tensor, most: float) -> None:
         """Have the next step clip gradients of this norm to `most`, as torch's clip_grad_norm_ does."""
         self.coefficient = (most / (norm + EPSILON)).clamp(max=1.0)
@@ -47,7 +58,8 @@ class OneLaunchAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure=None):
         coefficient, self.coefficient = self.coefficient, None
-        if getattr(self, "grad_scale", None) is not None or any(_is_unusual(group) for group in self.param_groups):
+        is_unusual = getattr(self, "grad_scale", None) is not None or any(map(_is_unusual, self.param_groups))
+        if is_unusual or not self.fits:
             grads = [p.grad for p in _params(self) if p.grad is not None]
             if coefficient is not None and grads:  # none are left of a step that is left out
                 multiply_all(grads, coefficient)
@@ -61,7 +73,7 @@ class OneLaunchAdamW(torch.optim.AdamW):
         return loss
 
     def _update(self, group: dict[str, Any], coefficient: Tensor | None) -> None:
-        params, grads, means, squares, steps = adamw_state(self, group)
+        params, grads, means, squares, steps = map(_local, adamw_state(self, group))
         if not params:
             return
         found_inf: Tensor | None = getattr(self, "found_inf", None)
@@ -80,6 +92,12 @@ def _is_unusual(group: dict[str, Any]) -> bool:
     return rare or not group.get("fused") or isinstance(group["lr"], Tensor)
 
 
+def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return what this rank has of tensors: its shards, or the tensors themselves."""
+    with torch.no_grad():  # so that a shard is what the DTensor holds, without a node of autograd
+        return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+
+
 def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -93,14 +111,14 @@ class OneLaunchStep:
     def of(self, optimizer: Any) -> Any:
         """Return an optimizer of the same parameters whose step is one launch, or `optimizer` itself if it can't be.
 
-        It can where a fused AdamW of torch has plain parameters on one GPU where Triton works, whole on each rank.
-        `optim: adamw_torch` is not fused, and so stays torch's own.
+        It can where a fused AdamW of torch has plain parameters on one GPU where Triton works, whole on each rank. What
+        FSDP2 will share out is not known yet. `optim: adamw_torch` is not fused, and so stays torch's own.
         """
         if type(optimizer) is not torch.optim.AdamW or optimizer.state or any(map(_is_unusual, optimizer.param_groups)):
             return optimizer
-        whole = self._trainer.accelerator.distributed_type in WHOLE
-        params = _params(optimizer)
-        if not whole or self._trainer.get_tp_size() > 1 or not _are_plain(params):
+        accelerator = self._trainer.accelerator
+        is_whole = accelerator.distributed_type in WHOLE and _are_plain(_params(optimizer))
+        if not (is_whole or accelerator.is_fsdp2) or self._trainer.get_tp_size() > 1:
             return optimizer
         defaults = {name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"}
         return OneLaunchAdamW(optimizer.param_groups, **defaults)
@@ -116,21 +134,34 @@ class OneLaunchStep:
         if not isinstance(optimizer, OneLaunchAdamW):
             return None
         optimizer.coefficient = None  # of a step that was interrupted
-        if trainer.accelerator.scaler is not None or _is_watched(trainer, optimizer):
+        if trainer.accelerator.scaler is not None or not optimizer.fits or _is_watched(trainer, optimizer):
             return None
         params = list(model.parameters())
         grads = [p.grad for p in params if p.grad is not None]
         if not grads or not {id(p) for p in params}.issuperset(map(id, _params(optimizer))):
             return None
-        norm, most = gradient_norm(grads), trainer.args.max_grad_norm
+        norm, most = gradient_norm(_local(grads)), trainer.args.max_grad_norm
+        if isinstance(grads[0], DTensor):
+            square = norm.square()
+            dist.all_reduce(square, group=grads[0].device_mesh.get_group())
+            norm = square.sqrt()
         if most > 0:
             optimizer.clip(norm, most)
         return norm
 
 
-def _are_plain(params: list[nn.Parameter]) -> bool:
-    one_gpu = len({p.device for p in params}) == 1 and params[0].is_cuda
-    return one_gpu and all(type(p) is nn.Parameter and use_triton(p) for p in params)
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    one_gpu = len({x.device for x in tensors}) == 1 and tensors[0].is_cuda
+    return one_gpu and all(type(x) in (nn.Parameter, Tensor) and use_triton(x) for x in tensors)
+
+
+def _are_shards(params: Sequence[Any]) -> bool:
+    """Return whether all parameters are shared out over the same ranks, no part twice."""
+    return (
+        all(isinstance(p, DTensor) and p.placements[0].is_shard() for p in params)
+        and len({p.device_mesh for p in params}) == 1
+        and params[0].device_mesh.ndim == 1
+    )
 
 
 def _is_watched(trainer: TrainerHost, optimizer: OneLaunchAdamW) -> bool:

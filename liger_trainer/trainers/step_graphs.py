@@ -1,6 +1,7 @@
-"""What keeps the host ahead of the GPU in a training: decoder layers in CUDA graphs, and fewer walks over modules."""
+"""What keeps the host ahead of the GPU: layers in CUDA graphs, fewer walks over modules, less garbage to look for."""
 
 import contextlib
+import gc
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import TrainerCallback
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..common.console import announce
@@ -37,7 +39,8 @@ _TOKENS = {"input_ids", "labels", "position_ids", "seq_idx"}
 def reduce_host_work(trainer: TrainerHost) -> Iterator[None]:
     """Within the context, which is one training, the host does less for each step.
 
-    Under DistributedDataParallel it also has less to copy (ddp_gradients.py). Sets `trainer.graph_reports`: for each
+    Python's garbage collector leaves alone what is there after the first steps. Under DistributedDataParallel there is
+    also less to copy (ddp_gradients.py). Sets `trainer.graph_reports`: for each
     model what was done about CUDA graphs, in a line.
 
     Raises:
@@ -46,6 +49,8 @@ def reduce_host_work(trainer: TrainerHost) -> Iterator[None]:
     replacements, graphed, sharded = Replacements(), {}, None
     trainer.graph_reports = {}
     buckets = spare_copies_of_gradients(trainer, replacements)
+    frozen = _FrozenHeap()
+    trainer.add_callback(frozen)
     try:
         wanted = getattr(trainer.args, "cuda_graphs", AUTO)
         sharded = _sharded(trainer, wanted)
@@ -62,7 +67,34 @@ def reduce_host_work(trainer: TrainerHost) -> Iterator[None]:
             sharded.undo()
         trainer.graph_reports |= {name: layers.report for name, layers in graphed.items()}
         buckets.leave()
+        trainer.remove_callback(frozen)
+        frozen.undo()
         replacements.undo()
+
+
+class _FrozenHeap(TrainerCallback):
+    """Keeps Python's garbage collector from going over all that is there after the first steps.
+
+    Modules, weights, graphs and all that was imported stay to the end: half a million objects or more, which a full
+    collection goes over for a third of a second, on each rank at another time, while the other ranks wait. What later
+    steps make is collected as ever.
+    """
+
+    AFTER = 4  # steps: graphs and the optimizer's state are there
+
+    def __init__(self) -> None:
+        self._steps, self._is_ours = 0, False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._steps += 1
+        if self._steps == self.AFTER and not gc.get_freeze_count():  # else somebody else thaws it
+            gc.collect()  # garbage must not be kept
+            gc.freeze()
+            self._is_ours = True
+
+    def undo(self) -> None:
+        if self._is_ours:
+            gc.unfreeze()
 
 
 def _graphed(trainer: TrainerHost, wanted: str, places: Callable[[], Places]) -> dict[str, GraphedLayers]:
