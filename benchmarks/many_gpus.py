@@ -39,12 +39,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from transformers import TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .measure import MIB, Spread
 from .processes import Process, context_for
@@ -52,12 +54,11 @@ from .report import join_versions, provenance, slug, spread, table, without_outp
 from .trainer_cases import LOSS_TOLERANCE, NORM_TOLERANCE, REFERENCE, TINY_PLAN, Case, Plan, length_of, make_rows
 from .trainer_providers import TRAINERS, Provider, lora_options, prepare
 from .trainer_step import PRELOADED, Row, choose_rows, gaps, measure, pairs, parse, report
-from .trainer_worker import Measured, TrainerWorker, held, notes_of, summed, teachers_of, train
+from .trainer_worker import Measured, TrainerWorker, notes_of, summed, train
 
 COUNTS, TINY_COUNTS = (1, 2, 4, 8), (1, 2)
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate")
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}  # dense bf16, NVIDIA's data sheets
-PARTS = ("student weights", "adapter weights", "teacher weights", "gradients", "optimizer state")
 AHEAD = 12  # rows whose processes import at a time
 ONE_GPU_LOSS, ONE_GPU_NORM = 2e-3, 0.01  # distances from ours on one GPU with the same rows, relative
 WHAT = (
@@ -119,14 +120,12 @@ class Prediction:
     """What `estimate` says of ours in a case on so many GPUs, in MiB, and the operations of a token.
 
     Attributes:
-        held_mib: by PARTS, when the optimizer steps.
         graphs_mib: what CUDA graphs keep besides the peak, with whole weights under FSDP2, where there is room.
     """
 
     case: str
     gpus: int
     peak_mib: float
-    held_mib: dict[str, float]
     flops: float
     graphs_mib: float = 0.0
 
@@ -170,10 +169,8 @@ def predict(case: Case, gpus: int, tiny: bool) -> Prediction:
 
     config = run_config(case, tiny, gpus)
     memory, sharding = _memory(case, gpus > 1, tiny), sharding_of(config)
-    parts, peak = sharding.per_process(memory)["optimizer"].parts, highest(memory, sharding)[1]
-    held_mib = {part: parts[part] / MIB for part in PARTS if parts[part]}
-    flops, graphs = flops_of_token(case, tiny, memory.trainable), sharding.graphs_bytes(memory) or 0
-    return Prediction(case.name, gpus, peak.bytes / MIB, held_mib, flops, graphs / MIB)
+    peak, graphs = highest(memory, sharding)[1].bytes, sharding.graphs_bytes(memory) or 0
+    return Prediction(case.name, gpus, peak / MIB, flops_of_token(case, tiny, memory.trainable), graphs / MIB)
 
 
 @functools.cache
@@ -228,8 +225,8 @@ class RankWorker(TrainerWorker):
 
     def run_rank(
         self, case: Case, provider: Provider, gpus: int, micro_batches: int, environment: dict[str, str]
-    ) -> tuple[Measured, dict[str, float]]:
-        """Train, and return what was measured, and MiB of PARTS that this process held.
+    ) -> Measured:
+        """Train, and return what was measured.
 
         Raises:
             RuntimeError: the trainer is not on the case's engine, or has no checkpointed layers where it should.
@@ -251,29 +248,15 @@ class RankWorker(TrainerWorker):
             of_case = is_fsdp2, gpus > 1 and not is_fsdp2
             if (bool(trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2), uses_ddp(trainer)) != of_case:
                 raise RuntimeError(f"{gpus} processes, but the engine is {trainer.accelerator.distributed_type}")
-            shares: dict[str, float] = {}
-            if provider.trainer != "titan":  # which has other callbacks, and checkpoints as it is told
-                trainer.add_callback(self.callback(trainer, case, shares))
+            if case.selective and provider.trainer != "titan":  # which checkpoints as it is told
+                trainer.add_callback(SpareEverySecond())
             measured = train(trainer, plan, folder, alike=True)
         measured.notes = notes_of(trainer, provider)
         reports = getattr(trainer, "graph_reports", {}).values()
         measured.graphed = any(not report.startswith("CUDA graphs: none") for report in reports)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        return measured, shares
-
-    def callback(self, trainer: Any, case: Case, shares: dict[str, float]) -> Any:
-        """Return what fills `shares` before a step of the optimizer, and has every second layer checkpointed."""
-        from transformers import TrainerCallback
-
-        def look(self: Any, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == 1:  # the second step, which is not timed
-                shares.update(shares_of(trainer))
-
-        do: dict[str, Any] = {"on_pre_optimizer_step": look}
-        if case.selective:
-            do["on_train_begin"] = lambda self, *_, **__: spare_every_second(trainer.model)
-        return type("Shares", (TrainerCallback,), do)()
+        return measured
 
 
 def fsdp2_on_cpu() -> Any:
@@ -289,25 +272,15 @@ def uses_ddp(trainer: Any) -> bool:
     return getattr(engine, "value", engine) in ("MULTI_GPU", "MULTI_CPU")
 
 
-def shares_of(trainer: Any) -> dict[str, float]:
-    """Return MiB that this process holds before a step of the optimizer, whose state the step before has left."""
-    parameters = list(trainer.model.parameters())
-    trained, frozen = ([p for p in parameters if p.requires_grad is wanted] for wanted in (True, False))
-    teachers = [p for model in teachers_of(trainer) for p in model.parameters()]
-    states = [x for state in trainer.optimizer.state.values() for x in state.values() if x.ndim]
-    tensors = (frozen or trained, trained if frozen else [], teachers, [p.grad for p in trained], states)
-    return {part: sum(held(x).nbytes for x in of) / MIB for part, of in zip(PARTS, tensors, strict=True) if of}
+class SpareEverySecond(TrainerCallback):
+    """Has every second checkpointed layer keep its activations: torchtitan's selective checkpointing by layers."""
 
-
-def spare_every_second(model: Any) -> None:
-    """Have every second checkpointed layer keep its activations: torchtitan's selective checkpointing by layers."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
-    if not layers:
-        raise RuntimeError("expected layers with gradient checkpointing, got none")
-    for layer in layers[1::2]:
-        layer.gradient_checkpointing = False
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
+        if not layers:
+            raise RuntimeError("expected layers with gradient checkpointing, got none")
+        for layer in layers[1::2]:
+            layer.gradient_checkpointing = False
 
 
 # Rows
@@ -320,7 +293,6 @@ class GpuRow(Row):
     Attributes:
         micro_batches: of a step on one GPU, which has the rows of as many GPUs.
         device: the GPU of a row on one.
-        shares: MiB of PARTS that the fullest rank held.
         one_gpu_gaps: of ours on several GPUs: of losses and norm, from ours on one with the same rows.
     """
 
@@ -328,7 +300,6 @@ class GpuRow(Row):
     micro_batches: int = 1
     device: int = 0
     predicted: Prediction | None = None
-    shares: dict[str, float] = field(default_factory=dict)
     one_gpu_gaps: tuple[float, float] | None = None
 
     @property
@@ -378,9 +349,7 @@ class Ranks:
                     return None, failure if ready else f"took more than {seconds:.0f} s"
         if answers[0] is None:  # they have imported
             return None, self.failure
-        shares = [shares for _, shares in answers.values()]
-        self.row.shares = {part: max(of[part] for of in shares) for part in shares[0]}
-        return merged([answers[number][0] for number in sorted(answers)]), None
+        return merged([answers[number] for number in sorted(answers)]), None
 
     def close(self) -> None:
         for rank in self.ranks:

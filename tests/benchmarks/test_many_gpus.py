@@ -17,7 +17,6 @@ from benchmarks.many_gpus import (
     flops_of_token,
     main,
     merged,
-    predict,
     rows_of,
     together,
 )
@@ -72,7 +71,7 @@ def result(case, provider, gpus, ms, loss=10.0, micro_batches=1, **more):
     losses = [loss, loss - 1, loss - 2]
     row = GpuRow(CASE[case], next(p for p in PROVIDERS[CASE[case].kind] if p.name == provider), gpus=gpus)
     row.micro_batches, row.loss_gap, row.norm_gap = micro_batches, 1e-4, 1e-3
-    row.predicted = Prediction(case, gpus, 20_000.0, {}, 1e10)
+    row.predicted = Prediction(case, gpus, 20_000.0, 1e10)
     tokens = int(8192 * gpus * micro_batches * len(losses))
     row.measured = Measured(
         losses, [2.0, 2.0, 2.0], rows=[(8192 * gpus * micro_batches, 5)] * 3, ms=[ms] * 3, seconds=3 * ms / 1e3,
@@ -159,16 +158,11 @@ def run_tiny(folder, *words, code=0):
     ).read_text()
 
 
-def test_two_processes_train_as_trls_and_hold_what_estimate_predicts(tmp_path, monkeypatch):
-    """Weights, gradients and state of the student, and the teacher's weights: half of each, by FSDP2 itself."""
+def test_two_processes_train_as_trls(tmp_path, monkeypatch):
     monkeypatch.setattr(many_gpus, "context_for", lambda *modules: torch.multiprocessing.get_context("fork"))
     rows, page = run_tiny(tmp_path, "--gpus", "2", "--cases", KD.name)
     ours = rows[2, 2, "ours"]
     assert ours["failure"] is None and ours["loss_gap"] < 1e-4 and "| 2 | LigerDistillTrainer | " in page
-    predicted = predict(KD, 2, tiny=True)
-    assert ours["shares"].keys() == predicted.held_mib.keys()
-    for part, mib in predicted.held_mib.items():
-        assert ours["shares"][part] == pytest.approx(mib, rel=0.05), part  # tiny tensors are rounded up to 512 B
 
 
 def test_ddp_is_held_to_one_process_with_its_rows(tmp_path, monkeypatch):
