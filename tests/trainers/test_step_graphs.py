@@ -1,6 +1,8 @@
 """Trainings in which the host does less: CUDA graphs on a GPU, and the walks over modules that are left out."""
 
+import contextlib
 import copy
+import gc
 import types
 
 import pytest
@@ -107,6 +109,35 @@ class PutsToEval(TrainerCallback):
         self.modes.append(all(module.training for module in model.modules()))
 
     on_step_end = on_substep_end
+
+
+class SeesHeap(TrainerCallback):
+    def __init__(self, fails=False):
+        self.frozen, self.fails = [], fails
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.frozen.append(gc.get_freeze_count())
+        if self.fails and self.frozen[-1]:
+            raise RuntimeError("for a test")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_there_after_the_first_steps_is_not_searched_for_garbage(fails):
+    sees = SeesHeap(fails)
+    trainer = sft(max_steps=6, callbacks=[sees])
+    with pytest.raises(RuntimeError, match="for a test") if fails else contextlib.nullcontext():
+        trainer.train()
+    assert sees.frozen[:4] == [0] * 4 and sees.frozen[4] > 10_000 and gc.get_freeze_count() == 0
+
+
+def test_a_heap_that_somebody_else_has_frozen_stays_so():
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        sft(max_steps=6).train()
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()
 
 
 def test_every_step_trains_all_modules():
