@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -86,6 +87,18 @@ class WholeWeights:
             gathers = _GathersChanged(unit, group)
             _set(self._undo, group, "unshard", gathers.unshard)
             _set(self._undo, group, "wait_for_unshard", gathers.wait_for_unshard)
+
+    def gather(self) -> None:
+        """Gather all that is kept, between the same two passes on all ranks.
+
+        So they lie next to one another in memory. What is gathered in a pass lies between what the pass needs for a
+        while, and the allocator keeps the gaps.
+        """
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        for unit in self._units:
+            unit.unshard()
+            unit.reshard()
 
     def undo(self) -> None:
         """Give the units their own ways back, and the memory of the whole weights. A second call does nothing."""

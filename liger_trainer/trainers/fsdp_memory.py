@@ -44,12 +44,11 @@ class ShardedGraphs(TrainerCallback):
         self._trainer, self._models, self._always = trainer, models, always
         self._open: set[str] = set(models())
         self._whole: dict[str, WholeWeights] = {}
-        self._promised = 0  # bytes of weights that are kept, but not gathered yet
+        self._promised: list[WholeWeights] = []  # that are kept, but not gathered yet
         self.graphed: dict[str, GraphedLayers] = {}
         trainer.callback_handler.add_callback(self)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._promised = 0  # by now, what was kept after an earlier step is gathered
         for name, model in self._models().items() if self._open else ():
             if name in self._open:
                 try:
@@ -60,6 +59,8 @@ class ShardedGraphs(TrainerCallback):
                         raise ConfigError(f"cuda_graphs: always does not go with this training: {error}.") from None
                     self._trainer.graph_reports[name] = f"CUDA graphs: none for the {name}: {error}"
                     announce(self._trainer.graph_reports[name])
+        while self._promised:
+            self._promised.pop(0).gather()
 
     def _decide(self, name: str, model: Any) -> None:
         """Record a model's layers from now on, if they have run and it is possible.
@@ -92,7 +93,7 @@ class ShardedGraphs(TrainerCallback):
         if reason is not None or graphed is None:
             raise NotCapturable(reason)
         whole.keep()
-        self._promised += whole.bytes
+        self._promised.append(whole)
         self._whole[name], self.graphed[name] = whole, graphed
         announce(f"FSDP2 keeps the whole weights of the {name}'s {len(layers)} layers: {_gib(whole.bytes)} a GPU.")
 
@@ -102,7 +103,9 @@ class ShardedGraphs(TrainerCallback):
         free = free_memory(device)
         assert free is not None
         # in the memory of the graphs all gradients are there at once
-        needed = self._promised + whole.bytes + whole.gradient_bytes + memory_of_graphs(device)
+        needed = (
+            sum(other.bytes for other in self._promised) + whole.bytes + whole.gradient_bytes + memory_of_graphs(device)
+        )
         lacking = torch.tensor(needed - free if possible else MANY, device=device)
         distributed.all_reduce(lacking, distributed.ReduceOp.MAX)
         return needed, int(lacking)
