@@ -10,7 +10,7 @@ import pytest
 import torch
 import trl
 from engines.twenty_steps import save_models
-from processes import HERE, outcome_of
+from processes import HERE, free_port, outcome_of
 from test_sharded_models import cases
 
 pytestmark = [
@@ -42,6 +42,7 @@ def models(tmp_path_factory):
 def launched(directory, engine, processes, *arms):
     config = Path(trl.__file__).parent / "accelerate_configs" / f"{engine}.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command += ["--main_process_port", free_port()]  # several may run at a time
     command += ["--num_processes", str(processes), str(HERE / "engines" / "twenty_steps.py"), str(directory), engine]
     paths = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

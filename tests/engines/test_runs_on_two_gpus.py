@@ -6,7 +6,6 @@ The same on two processes of a CPU, by DDP, is slow: each command imports everyt
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import psutil
 import pytest
 import torch
 from commands import lines, settings
+from processes import free_port
 from tiny import tiny_model, tiny_tokenizer
 
 STEPS, SAVED, ROWS = 20, 2, 8
@@ -50,10 +50,7 @@ def start(*words: object) -> psutil.Popen:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for name in ("RANK", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "TRITON_INTERPRET"):
         environment.pop(name, None)
-    with socket.socket() as free:  # so that several runs may go on at a time
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "liger_trainer", *map(str, words), f"main_process_port={port}"]
+    command = [sys.executable, "-m", "liger_trainer", *map(str, words), f"main_process_port={free_port()}"]
     with Path("log").open("w") as log:
         return psutil.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 

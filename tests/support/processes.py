@@ -41,17 +41,21 @@ def keep_as_imported() -> None:
     theirs.close()
 
 
+def free_port() -> str:
+    """Return a port by which the processes of a run may find each other: several runs may go on at a time."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 def run_on(count: int, script: str, *arguments: Any, timeout: float = 300, gpus: bool = False) -> list[str]:
     """Run tests/support/`script` in `count` processes, each on another GPU if `gpus`; return what each printed.
 
     Raises:
         AssertionError: one of them failed; it shows what they printed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environment = {
-        **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count),
+        **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS,
     }  # fmt: skip
     if not gpus:
