@@ -1,5 +1,6 @@
 """The optimizer in one launch trains as torch's fused AdamW with Trainer's clipping, and yields where it can't."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,7 +207,7 @@ AMSGRAD = {"optimizer_cls_and_kwargs": (AdamW, {"lr": 0.1, "fused": True, "amsgr
 
 
 def test_others_stay(monkeypatch):
-    """Where others were asked for or given, weights are sharded, or no kernel runs."""
+    """Where others were asked for or given, FSDP1 flattens weights, or no kernel runs."""
     kinds = [({}, OneLaunchAdamW), ({"optim": "adamw_torch"}, AdamW), ({"optim": "sgd"}, SGD), (AMSGRAD, AdamW)]
     for options, kind in kinds:
         assert type(sft(**options).create_optimizer()) is kind
@@ -216,6 +217,7 @@ def test_others_stay(monkeypatch):
     trainer = sft()
     with monkeypatch.context() as sharded:
         sharded.setattr(trainer.accelerator.state, "distributed_type", DistributedType.FSDP)
+        sharded.setattr(trainer.accelerator.state, "fsdp_plugin", SimpleNamespace(fsdp_version=1), raising=False)
         assert type(trainer.create_optimizer()) is AdamW
     with_torch(monkeypatch)
     assert type(sft().create_optimizer()) is AdamW
