@@ -233,10 +233,13 @@ class LigerTrainer(SFTTrainer):
     # one step, in the order in which transformers calls it
 
     def _get_num_items_in_batch(self, batch_samples, device):
-        if not self.shards_sequences() or "shift_labels" not in batch_samples[0]:
-            return super()._get_num_items_in_batch(batch_samples, device)
-        local = torch.stack([(batch["shift_labels"] != IGNORE_INDEX).sum() for batch in batch_samples]).sum()
-        return self.accelerator.reduce(local.to(device), "sum")
+        if self.shards_sequences() and "shift_labels" in batch_samples[0]:
+            local = torch.stack([(batch["shift_labels"] != IGNORE_INDEX).sum() for batch in batch_samples]).sum()
+            items = self.accelerator.reduce(local.to(device), "sum")
+        else:
+            items = super()._get_num_items_in_batch(batch_samples, device)
+        # an integer: FSDP casts the floating inputs of a model, and in bf16 4,088 tokens are 4,096
+        return items.long() if isinstance(items, Tensor) else items
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)

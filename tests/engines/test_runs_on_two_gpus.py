@@ -51,8 +51,11 @@ def start(*words: object) -> psutil.Popen:
     for name in ("RANK", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "TRITON_INTERPRET"):
         environment.pop(name, None)
     command = [sys.executable, "-m", "liger_trainer", *map(str, words), f"main_process_port={free_port()}"]
-    with Path("log").open("w") as log:
-        return psutil.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    path = Path(f"{free_port()}.log")
+    with path.open("w") as log:
+        launcher = psutil.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    launcher.log = path
+    return launcher
 
 
 def end_of(launcher: psutil.Popen, seconds: float = 150) -> tuple[int, str]:
@@ -62,19 +65,18 @@ def end_of(launcher: psutil.Popen, seconds: float = 150) -> tuple[int, str]:
         code = launcher.wait(seconds)
         alive = psutil.wait_procs(processes, timeout=30)[1]
         assert not alive, f"still there: {alive}"
-        return code, Path("log").read_text()
+        return code, launcher.log.read_text()
     except (subprocess.TimeoutExpired, psutil.TimeoutExpired) as late:
-        raise AssertionError(Path("log").read_text()[-4000:]) from late
+        raise AssertionError(launcher.log.read_text()[-4000:]) from late
     finally:
         for process in processes:
             if process.is_running():
                 process.kill()
 
 
-def finish(*words: object) -> str:
-    code, log = end_of(start(*words))
+def finish(launcher: psutil.Popen) -> None:
+    code, log = end_of(launcher)
     assert code == 0, log[-4000:]
-    return log
 
 
 def losses(out: str) -> dict[int, float]:
@@ -85,7 +87,7 @@ def losses(out: str) -> dict[int, float]:
 def kill_rank_1(launcher: psutil.Popen, when: Path) -> None:
     end = time.monotonic() + 120
     while not when.exists():
-        assert launcher.poll() is None and time.monotonic() < end, Path("log").read_text()[-4000:]
+        assert launcher.poll() is None and time.monotonic() < end, launcher.log.read_text()[-4000:]
         time.sleep(0.01)
     ranks = [process for process in launcher.children(recursive=True) if process.environ().get("RANK") == "1"]
     assert ranks, "no process is rank 1"
@@ -93,23 +95,22 @@ def kill_rank_1(launcher: psutil.Popen, when: Path) -> None:
 
 
 def test_a_killed_rank_ends_the_run_which_goes_on_on_two_and_on_one(folder):
-    finish(*RUN, "output_dir=whole")
-    want = losses("whole")
-    assert list(want) == list(range(1, STEPS + 1)) and min(want.values()) < 0.9 * want[1]
-
-    launcher = start(*RUN, "output_dir=killed")
+    whole, launcher = start(*RUN, "output_dir=whole"), start(*RUN, "output_dir=killed")
     kill_rank_1(launcher, Path("killed", f"checkpoint-{2 * SAVED}"))
     code, log = end_of(launcher)
     assert code != 0 and not Path("killed", f"checkpoint-{STEPS}").exists(), log[-4000:]
     shutil.copytree("killed", "on_one")
 
-    on_two, on_one = (), ("num_processes=1", f"per_device_train_batch_size={ROWS}")
-    for out, words in (("killed", on_two), ("on_one", on_one)):
-        first = Path(out, f"checkpoint-{SAVED}", "trainer_state.json")
-        written = first.stat().st_mtime_ns
-        finish("resume", out, *words)
+    first = [Path(out, f"checkpoint-{SAVED}", "trainer_state.json") for out in ("killed", "on_one")]
+    written = [path.stat().st_mtime_ns for path in first]
+    on_one = "num_processes=1", f"per_device_train_batch_size={ROWS}"
+    for resumed in (start("resume", "killed"), start("resume", "on_one", *on_one), whole):
+        finish(resumed)
+    want = losses("whole")
+    assert list(want) == list(range(1, STEPS + 1)) and min(want.values()) < 0.9 * want[1]
+    for out in ("killed", "on_one"):
         assert losses(out) == pytest.approx(want, rel=5e-3)
-        assert first.stat().st_mtime_ns == written, "it began again"
+    assert [path.stat().st_mtime_ns for path in first] == written, "they began again"
 
 
 PLANTED = """

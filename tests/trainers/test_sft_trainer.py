@@ -38,6 +38,13 @@ def test_dropout_of_adapters(options):
     assert losses(0.3, True) == pytest.approx(want, rel=1e-6) and losses(0.0, False) != pytest.approx(want, rel=1e-6)
 
 
+def test_what_a_loss_is_divided_by_survives_bf16():
+    """FSDP2 casts the floating inputs of a model, whatever they are: in bf16, 4,088 tokens are 4,096."""
+    trainer = sft()
+    items = trainer._get_num_items_in_batch([{"labels": torch.full((8, 512), 5)}], trainer.args.device)
+    assert items == 8 * 511 and not items.is_floating_point()
+
+
 # Metrics
 
 
