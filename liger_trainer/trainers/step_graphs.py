@@ -85,6 +85,12 @@ class _FrozenHeap(TrainerCallback):
     def __init__(self) -> None:
         self._steps, self._is_ours = 0, False
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self._is_ours:  # auto_find_batch_size begins again, without what an attempt has left
+            self.undo()
+            gc.collect()
+        self._steps = 0
+
     def on_step_end(self, args, state, control, **kwargs):
         self._steps += 1
         if self._steps == self.AFTER and not gc.get_freeze_count():  # else somebody else thaws it
@@ -95,6 +101,7 @@ class _FrozenHeap(TrainerCallback):
     def undo(self) -> None:
         if self._is_ours:
             gc.unfreeze()
+            self._is_ours = False
 
 
 def _graphed(trainer: TrainerHost, wanted: str, places: Callable[[], Places]) -> dict[str, GraphedLayers]:
