@@ -439,22 +439,23 @@ def _add_kept_plainly(
     return torch.cat(das) if das else None
 
 
-def project(x: Tensor, stack: Stack, masks: Masks, numerics: Numerics) -> tuple[list[Tensor], Tensor | None]:
-    """Return (y of each projection, s x A^T of all adapters for the backward). x: (N, K) in `compute`."""
-    values = None if stack.a is None else _values(x, stack, masks, numerics)
+def project(x: Tensor, stack: Stack, values: Tensor | None, numerics: Numerics) -> list[Tensor]:
+    """Return y of each projection, with the terms of all adapters if there are values. x: (N, K) in `compute`."""
     outputs, columns = [], _adapter_columns(stack)
     for p in stack.projections:
         y = F.linear(x, p.dense(numerics.compute), None if p.bias is None else p.bias.to(numerics.compute))
-        for _ in p.adapters:
-            adapter, place = next(columns)  # this adapter's columns of R
-            assert values is not None
-            add(y, values[..., place], adapter.b.t(), numerics)
+        if values is not None:
+            for _ in p.adapters:
+                adapter, place = next(columns)  # this adapter's columns of R
+                add(y, values[..., place], adapter.b.t(), numerics)
         outputs.append(y)
-    return outputs, values
+    return outputs
 
 
-def _values(x: Tensor, stack: Stack, masks: Masks, numerics: Numerics) -> Tensor:
-    assert stack.a is not None
+def values_of(x: Tensor, stack: Stack, masks: Masks, numerics: Numerics) -> Tensor | None:
+    """Return s x A^T of all adapters, which the backward reads too. x: (N, K) in `compute`."""
+    if stack.a is None:
+        return None
     # one product, if all scales are the same
     values, factors = new_values(x, len(stack.a), numerics), {adapter.factor for adapter in stack.adapters}
     if masks.seed is not None:

@@ -32,6 +32,7 @@ from ._low_rank import (
     rank_gradients,
     restored,
     stacked,
+    values_of,
 )
 
 
@@ -69,7 +70,9 @@ class LoraLinearFunction(torch.autograd.Function):
         """Return y of each projection. leaves: see `leaves_of`."""
         numerics, masks = Numerics.of(x, adapters_of(projections)), Masks.of(x, projections)
         (stack,) = stacked([projections], numerics)
-        outputs, values = project(as_matrix(x, numerics.compute), stack, masks, numerics)
+        flat = as_matrix(x, numerics.compute)
+        values = values_of(flat, stack, masks, numerics)
+        outputs = project(flat, stack, values, numerics)
         ctx.layout, ctx.numerics, ctx.shape = layout_of(stack), numerics, x.shape
         source = saved_or_recomputed(x, x)  # not a copy in another dtype: other layers save the same one
         ctx.make, ctx.sources = source.make, len(source.tensors)

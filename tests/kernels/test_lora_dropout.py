@@ -179,9 +179,10 @@ def test_adapters_wider_than_the_base(same_seed, dtype):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["split", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_lora_mlp(triton_fp32, same_seed, packed, dtype):
+@pytest.mark.parametrize("of_gate", [(0.3, 0.0), (0.1,), (0.0,)], ids=str)  # one: in the activation's kernels
+def test_lora_mlp(triton_fp32, same_seed, packed, dtype, of_gate):
     """gate, up and down have separate masks. (In plain torch the op is three layers, whose masks are torch's.)"""
-    rates = {"gate": (0.3, 0.0), "up": (0.3,), "down": (0.5,)}
+    rates = {"gate": of_gate, "up": (0.3,), "down": (0.5,)}
     shapes = {"gate": (42, 16), "down": (16, 21)} if packed else {"gate": (21, 16), "up": (21, 16), "down": (16, 21)}
     tensors = {"x": normal(45, 16, seed=9, spread=2.0)}
     for name, shape in shapes.items():
