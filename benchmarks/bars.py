@@ -11,14 +11,15 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from .trainer_cases import CASES
 
-SHOWN = "sft-qwen3-1.7b", "kd-qwen3-0.6b", "sft-gemma-3-1b", "lora-llama-3.2-1b"  # of README
-TRAININGS = {case.name: str(case) for case in CASES}
+SHOWN = "sft-qwen3-1.7b", "kd-qwen3-0.6b", "sft-gemma-3-1b", "lora-llama-3-8b"  # of README
+TRAININGS = {case.name: str(replace(case, gently=1)) for case in CASES}  # without the rate
 TITLES = {
     "ours": "liger-trainer", "trl_compiled": "TRL + torch.compile", "trl_liger": "TRL + Liger-Kernel", "trl": "TRL",
     "unsloth": "Unsloth",

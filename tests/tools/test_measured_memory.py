@@ -22,7 +22,7 @@ from liger_trainer.tools.estimate.step_spec import Sharding, sharding_of, step_s
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "trainer-step-nvidia-h100-80gb-hbm3.json"
 NAMES = (
     "sft-qwen3-0.6b", "lora-qwen3-0.6b", "kd-qwen3-0.6b", "sft-llama-3.2-1b", "sft-qwen3-1.7b", "sft-gemma-3-1b",
-    "lora-llama-3.2-1b",
+    "lora-llama-3.2-1b", "lora-llama-3-8b",
 )  # fmt: skip
 BALANCED = [(f"lora-{model}", "memory=balanced") for model in ("qwen3-0.6b", "llama-3.2-1b")]
 KEYS = [*((name, "") for name in NAMES), *BALANCED]
