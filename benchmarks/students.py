@@ -1,5 +1,5 @@
 r"""Ways to a better student of a teacher that has learned three tasks, each in the same time on one device: its exact
-match, and how far it is from the teacher. docs/results/students-tasks-<device>.md is its page.
+match, and how far it is from the teacher. It writes docs/results/students-tasks-<device>.md.
 
     python -m benchmarks.students --together --teacher-seconds 45 --train-seconds 80 --folder work --ways \
         fine_tuned forward_kl kl_and_ce on_policy mixed tuned_first distilled_first
@@ -225,7 +225,7 @@ class StudentWorker:
         """Fine-tune the teacher by the clock."""
         settings = setup.training("tasks", Path(setup.teacher), 0, of_teacher=False)
         settings += [f"model_name_or_path={base}", "learning_rate=2e-4"]
-        return run_by_clock(read(TEACHER_CONFIG, settings), ByTime(setup.seconds, list))
+        return run_by_clock(read(TEACHER_CONFIG, settings), ByTime(setup.seconds, lambda: None))
 
     def write_answers(self, setup: Setup) -> None:
         """Have the teacher answer the rows' prompts."""

@@ -22,7 +22,7 @@ def harness(names: str) -> Callable[[Any], dict[str, float]]:
         ConfigError: lm-eval is not installed, or has no such task.
     """
     try:
-        from lm_eval.tasks import TaskManager
+        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(f"--lm-eval needs the package lm-eval ({error}): pip install lm-eval") from None
     asked = [name for name in map(str.strip, names.split(",")) if name]
@@ -34,8 +34,8 @@ def harness(names: str) -> Callable[[Any], dict[str, float]]:
         raise ConfigError(f"--lm-eval: lm-eval has no task {', '.join(unknown) or names!r}, nor is there such a file.")
 
     def measure(trainer: Any) -> dict[str, float]:
-        import lm_eval
-        from lm_eval.models.huggingface import HFLM
+        import lm_eval  # pyright: ignore[reportMissingImports]
+        from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         model = HFLM(

@@ -203,10 +203,10 @@ class ExactMatch(TrainerCallback):
         entries = {entry["question"]: entry for entry in asked}
         self.most, self.at_once = config["max_new_tokens"], config["per_device_eval_batch_size"]
         self.prompts = held_out_prompts(config, data, trainer.processing_class, len(data.test))
-        self.entries = [entries[row["prompt"][-1]["content"]] for row in data.test]
+        self.entries = [entries[messages[-1]["content"]] for messages in data.test["prompt"]]
         self._of_teacher: dict[str, float] | None = None
 
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+    def on_evaluate(self, args, state, control, *, metrics: dict[str, float], **kwargs):
         found = self.measure(self.trainer.accelerator.unwrap_model(self.trainer.model))
         if self._of_teacher is None:
             self._of_teacher = self._measured_teacher()

@@ -104,8 +104,8 @@ def held_out_prompts(config: "RunConfig", data: RunData, processing: Any, count:
 
     Call it after the trainer is made: it may change the chat template. A prompt longer than `max_length` keeps its end.
     """
-    count = config["num_sample_completions"] if count is None else count
-    count, form = min(count, len(data.test)), data.facts.form
+    wanted: int = config["num_sample_completions"] if count is None else count
+    count, form = min(wanted, len(data.test)), data.facts.form
     rows = [data.test[i * len(data.test) // count] for i in range(count)]
     if data.facts.images is not None:
         return [_prompt_with_images(row, form, processing, config["dataset_text_field"]) for row in rows]

@@ -173,7 +173,7 @@ def test_lm_eval_measures_the_model_on_a_task_of_its_own(folder, capsys, monkeyp
     )
     out, _ = done(call(capsys, "eval", "run.yaml", "--lm-eval", "words.yaml"))
     assert "lm_eval/words/word_perplexity" in out
-    refused(call(capsys, "eval", "run.yaml", "--lm-eval", "no_such_task"), 2, "no task no_such_task")
+    refused(call(capsys, "eval", "run.yaml", "--lm-eval", "no_such_task"), 2, "no task 'no_such_task'")
 
 
 def test_lm_eval_that_is_not_installed_is_named(folder, capsys, monkeypatch):
