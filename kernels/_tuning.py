@@ -138,7 +138,7 @@ class H100:
     # programs at a time by their registers) of the backward for few, some and many numbers a column (e516faf).
     DROPOUT_FORWARD = 32, 128, 4096, 4
     DROPOUT_BACKWARD = (16, 128, 4, 528), (32, 128, 4, 264), (32, 64, 8, 264)
-    # The activation with adapters' terms: rows, columns, warps, prefetched tiles, and programs wanted (f5c78648).
+    # The activation with adapters' terms: rows, columns, warps, prefetched tiles, and programs wanted (39929257).
     LORA_GATED_FORWARD, LORA_GATED_BACKWARD = (64, 64, 4, 2, 384), (32, 64, 4, 2, 1568)
     SPLIT = 1024, 4  # numbers of a program that splits fp32 into bf16, and warps; not swept
     EXPERTS_ADD, EXPERTS_COMBINE = (64, 128, 4), 1024  # rows, columns, warps; columns (f283d92)
