@@ -158,7 +158,7 @@ CASES = (
     Case("sft-qwen3-0.6b-packed-16", SMALL, 16, 2048, "packed", default=False),
     Case("sft-qwen3-1.7b", "Qwen3-1.7B", 4, 2048, default=False),
     Case("sft-gemma-3-1b", "Gemma-3-1B", 4, 2048, default=False),
-    # a half, so that AdamW fits on 80 GB
+    # a half, so that all providers fit on 80 GB
     Case("sft-llama-3-8b", "Llama-3-8B", 4, 2048, layers=16, gently=2, default=False),
     Case("lora-llama-3-8b", "Llama-3-8B", 2, 4096, **EIGHT),
     Case("qlora-llama-3-8b", "Llama-3-8B", 2, 4096, four_bit=True, **EIGHT),

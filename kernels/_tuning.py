@@ -132,6 +132,7 @@ class H100:
     QK_NORM_FORWARD, QK_NORM_BACKWARD = (1024, 512), (2048, 512)
     QK_NORM_PROGRAMS, QK_NORM_STAGES = 4, 1
     ADAMW = 2048, 8  # 52390b3
+    ADAMW_8BIT = 1024, 4  # numbers in whole blocks of 256, and warps: of (2048, 8), (2048, 4), (4096, 8) the fastest
     GRADIENT_NORM = 16384, 4096, 8  # elements of a program, elements at a time, warps (52390b3)
 
     # Adapters. Dropout on the way in: rows, columns, numbers of A at most, and warps (4b166ae); (rows, columns, warps,

@@ -293,6 +293,8 @@ _OF_A_FILE = (
         "does not go with FSDP, which shares the teacher's weights out over the processes."),
     Conflict("cache_bits", given("cache_bits") & equals("cache_kind", "sampled"),
         "has no effect with `cache_kind: sampled`: draws have no log-probabilities."),
+    Conflict("optim", equals("optim", "adamw_8bit", "adamw_bnb_8bit") & launches("fsdp2"),
+        "needs all weights on each GPU; use ddp, or adamw_torch_fused, whose moments FSDP2 shares out too."),
     Conflict("lmbda", SAMPLES & launches("fsdp1"),
         "a model that FSDP1 splits is not sampled from; take it and seq_kd out, or train with fsdp2 or ddp."),
     Conflict("use_vllm", on("use_vllm") & _DROPS_LAYERS,

@@ -51,7 +51,7 @@ class OneLaunchAdamW(torch.optim.AdamW):
     @functools.cached_property
     def fits(self) -> bool:
         """Whether our kernel can update all parameters, as they are at the first step: FSDP2 comes before it."""
-        params = _params(self)
+        params = params_of(self)
         return _are_plain(_local(params)) and (_are_shards(params) or not any(isinstance(p, DTensor) for p in params))
 
     def clip(self, norm: Tensor, most: float) -> None:
@@ -61,12 +61,14 @@ class OneLaunchAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure=None):
         coefficient, self.coefficient = self.coefficient, None
-        is_unusual = getattr(self, "grad_scale", None) is not None or any(map(_is_unusual, self.param_groups))
-        if is_unusual or not self.fits:
-            grads = [p.grad for p in _params(self) if p.grad is not None]
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if self.leaves_to_torch():
+            grads = [p.grad for p in params_of(self) if p.grad is not None]
             if coefficient is not None and grads:  # none are left of a step that is left out
                 multiply_all(grads, coefficient)
             return step_without_hooks(torch.optim.AdamW)(self, closure)  # hooks run around this method already
+        if scale is not None:
+            coefficient = 1 / scale if coefficient is None else coefficient / scale
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -74,6 +76,11 @@ class OneLaunchAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             self._update(group, coefficient)
         return loss
+
+    def leaves_to_torch(self) -> bool:
+        """Return whether torch's own step is taken: with a scale of fp16, rare options, or others' parameters."""
+        scaled = getattr(self, "grad_scale", None) is not None
+        return scaled or any(map(_is_unusual, self.param_groups)) or not self.fits
 
     def _update(self, group: dict[str, Any], coefficient: Tensor | None) -> None:
         params, grads, means, squares, steps = map(_local, adamw_state(self, group))
@@ -101,7 +108,7 @@ def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
 
 
-def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -120,7 +127,7 @@ class OneLaunchStep:
         if type(optimizer) is not torch.optim.AdamW or optimizer.state or any(map(_is_unusual, optimizer.param_groups)):
             return optimizer
         accelerator = self._trainer.accelerator
-        is_whole = accelerator.distributed_type in WHOLE and _are_plain(_params(optimizer))
+        is_whole = accelerator.distributed_type in WHOLE and _are_plain(params_of(optimizer))
         if not (is_whole or accelerator.is_fsdp2) or self._trainer.get_tp_size() > 1:
             return optimizer
         defaults = {name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"}
@@ -143,7 +150,7 @@ class OneLaunchStep:
             optimizer.places = parameter_places(model.modules())
         params = {id(p): p for of, name in optimizer.places if (p := of.get(name)) is not None}  # tied ones once
         grads = [p.grad for p in params.values() if p.grad is not None]
-        if not grads or not params.keys() >= set(map(id, _params(optimizer))):
+        if not grads or not params.keys() >= set(map(id, params_of(optimizer))):
             return None
         norm, most = gradient_norm(_local(grads)), trainer.args.max_grad_norm
         if isinstance(grads[0], DTensor):

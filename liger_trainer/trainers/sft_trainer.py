@@ -27,6 +27,7 @@ from ..patching.packing.packed_attention import documents_come_along, padded_on_
 from ..patching.packing.packed_rows import PackedRows, patch_packed_attention
 from ..patching.patcher import base_of, patched_record
 from ..plugins import QUANTISED, TrainerPlugin, of_trainer
+from .adamw_8bit import chosen
 from .checkpoint_guard import CheckpointGuard, ResumeCheck, public_files, public_report
 from .config import LigerConfig, LigerDistillConfig
 from .finite_guard import FiniteGuard
@@ -425,6 +426,9 @@ class LigerTrainer(SFTTrainer):
             )
         self.settle()
         return output
+
+    def get_optimizer_cls_and_kwargs(self, args, model=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return chosen(self, args, model) or super().get_optimizer_cls_and_kwargs(args, model)
 
     def create_optimizer(self, *args, **kwargs):
         given = self.optimizer

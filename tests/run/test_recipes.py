@@ -260,7 +260,7 @@ def test_evaluations_on_the_way_and_the_best_model(run, tuned, tmp_path):
     code, _, err = run(SETTINGS, *often, "metric_for_best_model=perplexitty", "output_dir=other")
     assert code == 2 and "metric_for_best_model: expected one of" in err and "perplexity" in err
     if not find_spec("bitsandbytes"):
-        refused(run(SETTINGS, "optim=adamw_8bit", "output_dir=other"), 2, "optim: adamw_8bit: ", "bitsandbytes")
+        refused(run(SETTINGS, "optim=lion_8bit", "output_dir=other"), 2, "optim: lion_8bit: ", "bitsandbytes")
 
 
 def test_a_padded_vocabulary_is_no_other_tokenizer(run, tmp_path):

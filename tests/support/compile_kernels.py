@@ -53,7 +53,7 @@ from liger_trainer.kernels._dropout import add_gradients, runs_of, values_of_kep
 from liger_trainer.kernels._logits import LogitTransform  # noqa: E402
 from liger_trainer.kernels._low_rank import split  # noqa: E402
 from liger_trainer.kernels._vocab_parallel import shard_rows  # noqa: E402
-from liger_trainer.kernels.adamw import adamw_  # noqa: E402
+from liger_trainer.kernels.adamw import ByChance, adamw_  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
 from liger_trainer.kernels.decode_attention import QKNorm, Rotation, decode_attention  # noqa: E402
 from liger_trainer.kernels.divergence_kinds import ROW_KINDS  # noqa: E402
@@ -279,6 +279,14 @@ def optimizer(dtype: torch.dtype) -> None:
         tensors = [[x] for x in buffer[start : start + 4 * N].view(4, N)]
         adamw_(*tensors, [one], **options, coefficient=one, found_inf=one)
         adamw_(*tensors, [one], **options)
+        codes, largest = [torch.zeros(N, dtype=torch.uint8)], ([one], [one])
+        chances = (None, ByChance(1, [0])) if dtype == torch.bfloat16 else (None,)
+        for chance in chances:
+            for floor in (True, False):
+                eight_bits: dict = {"largest": largest, "floor": floor, "rounding": chance}
+                adamw_(*tensors[:2], codes, codes, [one], **options, **eight_bits)
+        if dtype == torch.bfloat16:
+            adamw_(*tensors, [one], **options, rounding=ByChance(1, [0]))
         gradient_norm(tensors[1])
 
 

@@ -80,7 +80,11 @@ def choices(config: "RunConfig", counts: Iterable[int], gpus: Iterable[Gpu]) -> 
 def _engine(needs: "Needs", processes: int, gpu: Gpu) -> str:
     if needs(DDP_NAME, processes) <= gpu.usable_mib:
         return DDP_NAME if processes > 1 else FITS
-    return FSDP2_NAME if processes > 1 and needs(FSDP2_NAME, processes) <= gpu.usable_mib else TOO_LARGE
+    try:
+        fits = processes > 1 and needs(FSDP2_NAME, processes) <= gpu.usable_mib
+    except ConfigError:  # settings that FSDP2 does not go with
+        fits = False
+    return FSDP2_NAME if fits else TOO_LARGE
 
 
 class Needs:

@@ -261,9 +261,12 @@ class _TrainerSteps:
                 _Pool(name, tracker).watch(layers)
                 self.in_graphs |= {parameter for layer in layers for parameter in layer.parameters()}
         base_of(student).get_decoder().register_forward_hook(lambda *_: tracker.enter("loss"))
-        # As Trainer has them: without weight decay for biases and norms.
-        groups = [[p for p in self.trained if p.ndim > 1], [p for p in self.trained if p.ndim <= 1]]
-        self.optimizer = spec.optimizer([{"params": group} for group in groups if group])
+        # As Trainer has them: without weight decay for biases and norms; moments of embeddings never in 8 bits.
+        embeddings = {self.kept.get(m.weight) for m in student.modules() if isinstance(m, nn.Embedding)}
+        groups: dict[tuple[bool, bool], list[Tensor]] = {}
+        for p in self.trained:
+            groups.setdefault((p.ndim > 1, p in embeddings), []).append(p)
+        self.optimizer = spec.optimizer([{"params": ps, "in_32_bits": wide} for (_, wide), ps in groups.items()])
 
     def _has_gradient(self, parameter: Tensor) -> None:
         kept = self.kept[parameter]

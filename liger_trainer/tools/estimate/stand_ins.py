@@ -177,9 +177,10 @@ def quantize(model: nn.Module, bits: int) -> None:
 
 
 class MomentsOptimizer(torch.optim.Optimizer):
-    """An optimizer of bitsandbytes, with `moments` of `bits` for each number.
+    """An optimizer of bitsandbytes, or our AdamW of 8 bits, with `moments` of `bits` for each number.
 
-    Moments of 8 bits have 4 bytes for each block of 256. Paged moments lie in host memory.
+    Moments of 8 bits have 4 bytes for each block of 256; groups with `in_32_bits` have none of them. Paged moments lie
+    in host memory.
     """
 
     SMALLEST = 4096  # numbers; smaller tensors keep moments of 32 bits
@@ -193,12 +194,12 @@ class MomentsOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p not in self.state or not self.state[p]:
-                    self.state[p] = self._state(p)
+                    self.state[p] = self._state(p, group["in_32_bits"])
 
-    def _state(self, p: Tensor) -> dict[str, Tensor]:
+    def _state(self, p: Tensor, wide: bool) -> dict[str, Tensor]:
         # It lies in host memory.
         if self.paged:
             return {}
-        packed = self.bits == 8 and p.numel() >= self.SMALLEST
+        packed = self.bits == 8 and not wide and p.numel() >= self.SMALLEST
         each = p.numel() + 4 * math.ceil(p.numel() / 256) if packed else 4 * p.numel()
         return {f"moment{i}": torch.empty(each, dtype=torch.uint8) for i in range(self.moments)}
