@@ -144,8 +144,8 @@ def test_ls_is_sorted_by_model_memory_and_purpose(call):
     assert by_memory == sorted(by_memory) and by_memory[0] == (0, 4) and by_memory[-1][0] == 8
     kinds = [(e["recipe"], e["kind"]) for e in json.loads(call("ls", "--sort", "purpose", "--json")[1])]
     assert list(dict.fromkeys(kinds)) == [
-        *(("sft", kind) for kind in ("full", "lora", "qlora")),
-        *(("distill", kind) for kind in ("cached", "full", "layerdrop", "lora", "on_policy", "pruned")),
+        *(("sft", kind) for kind in ("full", "lora", "qlora", "task")),
+        *(("distill", kind) for kind in ("cached", "full", "layerdrop", "lora", "on_policy", "pruned", "task")),
     ]
     fitting = json.loads(call("ls", "qwen3", "--fits", "12", "--json")[1])
     assert {e["name"] for e in fitting} == {

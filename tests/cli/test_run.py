@@ -317,7 +317,7 @@ def test_a_missing_measurement_before_training_is_said(copy, cli):
     assert BEFORE in json.loads((checkpoint / MANIFEST).read_text())["files"]
     strip_manifest(checkpoint)
     (checkpoint / BEFORE).unlink()
-    with pytest.warns(UserWarning, match=f"has no {BEFORE}.*before is the student after step 4"):
+    with pytest.warns(UserWarning, match="before training is missing: .*'before' is the model after step 4"):
         assert cli("resume", copy)[0] == 0
 
 

@@ -158,7 +158,7 @@ def test_ctrl_c_keeps_the_batches_before(teacher, prompts, tmp_path, monkeypatch
 
     monkeypatch.setattr(generation.LocalTeacher, "ask", interrupted)
     assert end_of("generate", teacher, str(tmp_path / "out"), *words) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command continues" in capsys.readouterr().err
     assert end_of("generate", teacher, str(tmp_path / "out"), *words) == 0
     assert len(asked) == 4  # three batches of ten prompts, the third one twice
     before = (tmp_path / "out/train.jsonl").read_bytes()

@@ -26,6 +26,8 @@ KERNELS = Path(__file__).parents[2] / "kernels"
 # Whose tensors have dtypes of their own, whatever the op's.
 OF_ONE_DTYPE = {
     ("_linear_head", "_find_kernel"),
+    ("_lora_gated", "_backward_kernel"),  # products of 16-bit numbers
+    ("_lora_gated", "_forward_kernel"),
     ("_low_rank", "_split_kernel"),
     ("_triton", "_probe_kernel"),
     ("document_attention", "_bounds_kernel"),

@@ -35,7 +35,7 @@ def result_of(check: Check, dtype: torch.dtype = torch.float32) -> selfcheck.Che
 def test_every_op_has_a_check():
     modules = {module.name for module in pkgutil.iter_modules(kernels.__path__) if not module.name.startswith("_")}
     # a drawn token is right or wrong: 1 % of it says nothing
-    ops = modules - {"divergence_kinds", "draw_tokens", "layers", "runtime", "types", "weight_gradients"}
+    ops = modules - {"divergence_kinds", "draw_tokens", "eight_bits", "layers", "runtime", "types", "weight_gradients"}
     assert {name.partition(",")[0] for name in BY_NAME} == ops
 
 
