@@ -57,7 +57,7 @@ class OneLaunchAdamW8bit(OneLaunchAdamW):
                 by_bits.setdefault("absmax1" in self._state_of(p), []).append(p)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         for eight_bits, params in by_bits.items():
-            states = [self.state[p] for p in params]
+            states, grads = [self.state[p] for p in params], [p.grad for p in params if p.grad is not None]
             steps, means, squares = ([state[name] for state in states] for name in ("step", "state1", "state2"))
             largest = None
             if eight_bits:
@@ -65,7 +65,7 @@ class OneLaunchAdamW8bit(OneLaunchAdamW):
             by_chance = ByChance(group["seed"], [numbers[id(p)] for p in params])
             add_to_all(steps, 1)
             adamw_(
-                params, [p.grad for p in params], means, squares, steps, lr=float(group["lr"]), betas=group["betas"],
+                params, grads, means, squares, steps, lr=float(group["lr"]), betas=group["betas"],
                 eps=group["eps"], weight_decay=group["weight_decay"], coefficient=coefficient, found_inf=found_inf,
                 largest=largest, floor=self._floor, rounding=by_chance if group["bf16_stochastic_round"] else None,
             )  # fmt: skip
