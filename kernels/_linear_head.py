@@ -454,6 +454,10 @@ class HeadGradients:
 
 def addmm_into(out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> None:
     """Compute out = beta * out + alpha * a @ b. A wider out (fp32 for bf16 products) accumulates in its own dtype."""
+    if a.dtype == torch.bfloat16 and a.stride(0) > a.shape[1] and a.shape[1] % 32 and not a.is_cuda:
+        # With AMX, oneDNN reads rows of bf16 up to a multiple of 32, and multiplies what lies between them by 0: NaN
+        # stays NaN there, and that memory is uninitialised.
+        a = a.contiguous()
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     elif out.is_cuda and out.dtype == torch.float32:

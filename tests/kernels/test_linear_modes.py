@@ -145,7 +145,8 @@ def test_results_do_not_depend_on_the_workspace(fp32, loss, products):
     for rows in (1, 2, 4096):
         products.clear()
         how = {"workspace_mb": rows * 4 * columns / 2**20}
-        assert_near(evaluate(loss.op, tensors, loss.upstream(6), **how, **loss.options), expected, rtol=1e-6, atol=1e-6)
+        # libraries order the sums of a product by its number of rows
+        assert_near(evaluate(loss.op, tensors, loss.upstream(6), **how, **loss.options), expected, rtol=1e-5, atol=2e-6)
         assert 0 < max(n for n, _ in products.of("logits")) <= rows
 
 

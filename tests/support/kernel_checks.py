@@ -156,6 +156,8 @@ def assert_within_plain_error(
         floor = largest * unit * (4 if unit > 1e-5 else 32)
         wide = torch.finfo(torch.promote_types(got.dtype, torch.float32)).eps
         floor += 4 * wide * (1 + largest * logits)  # 1: probabilities, whose differences are the logits' gradient
+        if got.dtype == torch.float64:
+            floor *= 2  # plain torch is the truth itself here, and its own roundings are not in `plain`'s error
     for kind, g, p in zip(("largest", "rms"), error(got, truth), error(plain, truth), strict=True):
         assert g <= 2 * p + floor, f"{name}: {kind} error {g:.3e}, plain torch {p:.3e}, floor {floor:.3e}, in {compute}"
 
