@@ -135,19 +135,16 @@ class OneLaunchAdamW8bit(OneLaunchAdamW):
         return state
 
 
-NAMES = ("adamw_8bit", "adamw_bnb_8bit")  # of bitsandbytes' AdamW in `optim`
 ROUNDING = "bf16_stochastic_round"
 
 
 def chosen(trainer: TrainerHost, args: Any, model: Any) -> tuple[type, dict[str, Any]] | None:
-    """Return our class and its options where `optim` names AdamW in 8 bits, and each rank has all weights; else None.
+    """Return our class and its options for an `optim` of ADAMW_8BIT; None where ranks share the weights out.
 
     Raises:
         ConfigError: FSDP2; `optim_args` that it does not know, or that have no effect.
     """
     name = str(getattr(args.optim, "value", args.optim))
-    if name not in NAMES:
-        return None
     if trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2:
         raise ConfigError(
             f"optim: {name} needs all weights on each GPU, which FSDP2 shares out; expected DDP (accelerate_config: "

@@ -276,6 +276,7 @@ class QatConfig:
     qat_group_size: int = option(32, "Weights of an output that share a scale.", needs=equals("qat", INT4), ge=1)
 
 
+ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit")  # bitsandbytes' AdamW in `optim`
 # They change weights while gradients are still being computed.
 UPDATING_IN_BACKWARD = (
     "lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise",

@@ -27,7 +27,6 @@ from ..patching.packing.packed_attention import documents_come_along, padded_on_
 from ..patching.packing.packed_rows import PackedRows, patch_packed_attention
 from ..patching.patcher import base_of, patched_record
 from ..plugins import QUANTISED, TrainerPlugin, of_trainer
-from .adamw_8bit import chosen
 from .checkpoint_guard import CheckpointGuard, ResumeCheck, public_files, public_report
 from .config import LigerConfig, LigerDistillConfig
 from .finite_guard import FiniteGuard
@@ -35,7 +34,7 @@ from .images import check_settings, freeze_tower, tower_without_gradients, with_
 from .loaders import EvaluationRows, by_seed, endless, tell_epoch, warn_of_epochs
 from .metrics import StepMetrics, TokenCount, count, num_tokens, remember_tokens, widen_notebook_table
 from .one_launch_adamw import OneLaunchStep
-from .options import AUTO, FAST, MEMORY, STOP, correct_guess, follow_direction
+from .options import ADAMW_8BIT, AUTO, FAST, MEMORY, STOP, correct_guess, follow_direction
 from .row_preparation import TOKEN_WEIGHTS, RowPreparation, RowWeights, WeightCollator, check_names
 from .rows import check_positions
 from .sequence_parallel import check_slices, ranks_summed, slice_documents
@@ -428,7 +427,12 @@ class LigerTrainer(SFTTrainer):
         return output
 
     def get_optimizer_cls_and_kwargs(self, args, model=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return chosen(self, args, model) or super().get_optimizer_cls_and_kwargs(args, model)
+        ours = None
+        if args.optim in ADAMW_8BIT:
+            from .adamw_8bit import chosen  # which other optimizers need not wait for
+
+            ours = chosen(self, args, model)
+        return ours or super().get_optimizer_cls_and_kwargs(args, model)
 
     def create_optimizer(self, *args, **kwargs):
         given = self.optimizer
