@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import PartialState
+from accelerate import DistributedType, PartialState
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -366,7 +366,9 @@ def _device_map(config: "RunConfig") -> str | None:
     """Load straight onto the GPU if one process has it; a student that loses layers is built on the CPU."""
     if config.values.get("teacher") == "cache":  # the cache is compared with the rows before the GPU is used
         return None
-    # `auto` with several processes would spread the model of each over all GPUs.
+    # `auto` with several processes would spread the model of each over all GPUs; so it would that of one that a
+    # launcher has started, next to GPUs that are not its own.
     state = PartialState()
-    alone_on_gpu = state.num_processes == 1 and state.device is not None and state.device.type not in ("cpu", "mps")
-    return "auto" if alone_on_gpu and not config.drops_layers() else None
+    alone = state.distributed_type == DistributedType.NO
+    on_gpu = state.device is not None and state.device.type not in ("cpu", "mps")
+    return "auto" if alone and on_gpu and not config.drops_layers() else None

@@ -9,9 +9,11 @@ import shutil
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import DistributedType
 from commands import call, done, end_of, metrics, refused, save_models, settings, without_report, write_rows
 from planted import PLACES, Plant
 from processes import run_on
@@ -23,6 +25,7 @@ from trl import SFTTrainer
 
 from liger_trainer.common.checkpoints import checkpoints_in
 from liger_trainer.config.run_config import load_run_config
+from liger_trainer.run import models as models_of_runs
 from liger_trainer.run import recipe
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.drop_layers import drop_layers
@@ -449,3 +452,11 @@ def test_an_adapter_names_its_base_so_that_it_is_found_from_elsewhere(run, tmp_p
     assert base == str(tmp_path / "student")
     monkeypatch.chdir(tmp_path / "student")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out") is not None
+
+
+@pytest.mark.parametrize("engine, where", [(DistributedType.NO, "auto"), (DistributedType.MULTI_GPU, None)])
+def test_only_a_process_without_a_launcher_spreads_a_model_over_gpus(run, monkeypatch, engine, where):
+    """A launcher's single process, say of a resumed run, would train by DDP, which takes no model that is spread."""
+    state = SimpleNamespace(distributed_type=engine, num_processes=1, device=torch.device("cuda", 0))
+    monkeypatch.setattr(models_of_runs, "PartialState", lambda: state)
+    assert models_of_runs._device_map(load_run_config("run.yaml", [])) == where
