@@ -22,6 +22,14 @@ importlib.metadata.version = version
 ABSENT = WITHOUT.replace("RAISE", "raise importlib.metadata.PackageNotFoundError(name)")
 OLD = WITHOUT.replace("RAISE", "return '1.14.2'")
 TRAINERS = "LigerConfig", "LigerDistillConfig", "LigerDistillTrainer", "LigerTrainer"
+ASK_FOR_TRAINERS = f"""
+import liger_trainer
+for name in {TRAINERS!r}:
+    try:
+        getattr(liger_trainer, name)
+    except liger_trainer.errors.ConfigError as error:
+        print(error)
+"""
 
 
 def run(code: str) -> str:
@@ -30,10 +38,10 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_every_other_name_is_there_and_a_callback_distils():
-    found = run(
-        ABSENT
-        + f"""
+@pytest.fixture(scope="module")
+def without_trl() -> list[str]:
+    """What a process prints that uses all but the trainers, and then asks for those."""
+    code = f"""
 import liger_trainer
 loads_rows = {{"capture_teacher_cache", "generate_dataset", "import_teacher_cache"}}
 for name in set(liger_trainer.__all__) - set({TRAINERS!r}) - loads_rows:
@@ -57,29 +65,22 @@ trainer = transformers.Trainer(
 trainer.train()
 print("trl" in sys.modules, trainer.state.log_history[-1]["train_loss"] > 0)
 """
-    )
-    assert found.splitlines()[0] == "1" and found.splitlines()[-1] == "False True"
+    return run(ABSENT + code + ASK_FOR_TRAINERS).splitlines()
 
 
-@pytest.mark.parametrize(("what", "installed"), [(ABSENT, "none"), (OLD, "1.14.2")])
-def test_the_trainers_say_in_a_sentence_which_trl_they_need(what, installed):
-    said = run(
-        what
-        + f"""
-import liger_trainer
-for name in {TRAINERS!r}:
-    try:
-        getattr(liger_trainer, name)
-    except liger_trainer.errors.ConfigError as error:
-        print(error)
-"""
-    )
+def test_every_other_name_is_there_and_a_callback_distils(without_trl):
+    assert without_trl[0] == "1" and without_trl[-len(TRAINERS) - 1] == "False True"
+
+
+@pytest.mark.parametrize("installed", ["none", "1.14.2"])
+def test_the_trainers_say_in_a_sentence_which_trl_they_need(without_trl, installed):
+    said = without_trl[-len(TRAINERS) :] if installed == "none" else run(OLD + ASK_FOR_TRAINERS).splitlines()
     sentence = (
         f"LigerTrainer and LigerDistillTrainer need TRL 1.15 or later, and {installed} is installed: pip install "
         "--upgrade trl. With any TRL, or none, patch(model), enable() and DistillationCallback serve a "
         "transformers.Trainer."
     )
-    assert said.splitlines() == [sentence] * len(TRAINERS)
+    assert said == [sentence] * len(TRAINERS)
 
 
 def test_no_name_imports_what_only_reports_the_demo_and_an_optimizer_need():

@@ -1,11 +1,11 @@
 """Compile every Triton kernel for a GPU, as the ops launch it there, on any machine: no GPU, nothing runs.
 
-    python tests/support/compile_kernels.py [--short | --all | --shared | --all --shared] [--sm=90]
+    python tests/support/compile_kernels.py [--short | --all | --shared | --all --shared] [--sm=90,100]
 
 Each op goes through forward and backward on small CPU tensors, while Triton is told that the device is such a GPU and
 each launch ends after compilation: a kernel gets just the types, constants and divisibilities that the op gives it.
 What kernels would have written stays uninitialised. Prints one line of JSON for each kernel compiled, or that could not
-be: file, kernel, dtype (of the op's tensors), types, constants, warps and bytes of shared memory, or the error.
+be: sm, file, kernel, dtype (of the op's tensors), types, constants, warps and bytes of shared memory, or the error.
 One way through each kernel in bf16 and fp32; with --all in fp16 too, and all options in bf16. With --short, a third of
 the time, bf16 goes as far as LLVM, where shared memory is laid out, and fp32 as far as Triton's own first IR, in which
 a kernel's Python has become code: what the interpreter accepts and the compiler does not fails there. With
@@ -36,7 +36,8 @@ from triton.runtime.jit import JITFunction
 from liger_trainer.kernels import _triton, _tuning
 
 ALL, SHORT, SHARED = (f"--{name}" in sys.argv[1:] for name in ("all", "short", "shared"))
-SM = next((int(x.removeprefix("--sm=")) for x in sys.argv[1:] if x.startswith("--sm=")), 90)
+SMS = [int(sm) for x in sys.argv[1:] if x.startswith("--sm=") for sm in x.removeprefix("--sm=").split(",")] or [90]
+SM = SMS[0]  # this process'; each of the others has its own, which imports nothing again
 
 _triton.use_triton = lambda x: True  # before the ops import them
 _tuning.architecture_of = lambda device: _tuning.ARCHITECTURES[divmod(SM, 10)]
@@ -95,7 +96,8 @@ class Compiler:
         self._run, self._seen = JITFunction.run, set()
 
     def __call__(self, function: JITFunction, *args, grid, warmup, **kwargs) -> None:
-        line = {"file": function.__module__.rpartition(".")[2], "kernel": function.__name__, "dtype": self.dtype}
+        file = function.__module__.rpartition(".")[2]
+        line = {"sm": SM, "file": file, "kernel": function.__name__, "dtype": self.dtype}
         try:
             kernel: Any = self._run(function, *args, grid=grid, warmup=True, **kwargs)
         except Exception as error:
@@ -350,6 +352,17 @@ GROUPS = (table, sampling) if SHARED else (table, low_rank, heads, optimizer, sa
 
 
 def main() -> None:
+    global SM
+    for sm in SMS:
+        child = os.fork()
+        if not child:
+            SM = sm
+            return compile_all()
+        if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            sys.exit(code)
+
+
+def compile_all() -> None:
     driver: Any = Device()
     triton.runtime.driver.set_active(driver)
     compiler, jit = Compiler(), cast(Any, JITFunction)
