@@ -344,7 +344,10 @@ def _count_parquet(path: Path) -> tuple[int, int]:
     return facts.num_rows, sum(facts.row_group(i).total_byte_size for i in range(facts.num_row_groups))
 
 
-_COUNTS = {".jsonl": _count_lines, ".json": _count_json, ".csv": _count_csv, ".parquet": _count_parquet}
+_COUNTS = {
+    ".jsonl": _count_lines, ".ndjson": _count_lines, ".json": _count_json, ".csv": _count_csv, ".tsv": _count_csv,
+    ".parquet": _count_parquet,
+}  # fmt: skip
 
 
 _ADAPTERS = (

@@ -241,7 +241,10 @@ PATHS = (
     "chat_template_path", "resume_from_checkpoint",
 )  # fmt: skip
 _IN_A_LIST = {"datasets": ("data_files", "data_dir"), "teachers": ("teacher_model_name_or_path",)}
-_FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".arrow", ".jinja", ".gguf", ".safetensors")
+_FILES = (
+    ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".gz", ".parquet", ".arrow",
+    ".jinja", ".gguf", ".safetensors",
+)  # fmt: skip
 # Variables that choose among what is installed, and none that names a program, a library or compiled code to load.
 _ALLOWED = re.compile(
     # Hugging Face's libraries: where files lie, what is printed, which server is asked

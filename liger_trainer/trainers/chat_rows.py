@@ -219,8 +219,9 @@ def in_messages(dataset: Any, text_field: str = "text", alpaca_prompt: str = "in
         alpaca_prompt: see `RowsConfig`.
 
     Raises:
-        DataError: rows are for preferences; a row of Alpaca is to be plain text, and has a system prompt or a history;
-            a message has parts that are no text, or a mark that is neither 0 nor 1.
+        DataError: rows are for preferences, or have tools in a column `functions`; a row of Alpaca is to be plain text,
+            and has a system prompt or a history; a message has parts that are no text, or a mark that is neither 0 nor
+            1.
     """
     if not isinstance(dataset, Dataset | IterableDataset):  # TRL's refusal names the type
         return dataset
@@ -228,6 +229,7 @@ def in_messages(dataset: Any, text_field: str = "text", alpaca_prompt: str = "in
     if "input_ids" in columns:
         return dataset
     check_preferences(dataset, text_field if text_field != "text" else None)
+    check_tools(columns)
     convert, removed = _conversion(columns, text_field, alpaca_prompt)
     images = not columns.isdisjoint(COLUMNS)
     # Nothing to do, so the rows stay as they are: a map would write them all once more, and change their fingerprint.
@@ -311,6 +313,17 @@ def _refuse_preferences(columns: tuple[str, ...], trainer: str) -> None:
         f"would learn bad answers like good ones. TRL's {trainer} takes them (docs/preference.md). To learn their "
         f"answers all the same, keep the good ones and take the column{'s' * plural} out."
     )
+
+
+def check_tools(columns: Iterable[str]) -> None:
+    """Raise DataError for chats whose tools are in a column that no chat template reads."""
+    columns = set(columns)
+    if "functions" in columns and "tools" not in columns and columns & {"messages", "conversations", "prompt"}:
+        raise DataError(
+            "the rows have a column functions, OpenAI's older form of tools, which no chat template reads. Give them a "
+            'column tools, with {"type": "function", "function": ...} around each, and tool_calls for function_call. '
+            "To learn the chats without their tools, take the column out."
+        )
 
 
 def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Rows of a run: every source, every split rule, and what each kind of wrong row is told."""
 
+import gzip
 import hashlib
 import json
 import re
@@ -14,6 +15,7 @@ from tiny import tiny_model, tiny_tokenizer
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.run.data.datasets import load_run_datasets
+from liger_trainer.trainers.chat_rows import in_messages
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 TEXTS = [{"text": f"row {i}"} for i in range(20)]
@@ -115,6 +117,53 @@ def test_other_formats(load):
              "data/b.jsonl": lines([{"text": "c", "n": "x"}, {"text": "d", "n": {"k": 1}}])}  # fmt: skip
     data = load("data", mixed)
     assert sorted([*data.train["text"], *data.test["text"]]) == ["42", "a", "c", "d"]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
+@pytest.mark.parametrize("ending", ["json", "jsonl", "ndjson", "csv", "tsv", "txt"])
+def test_a_text_file_by_its_ending_packed_or_not(load, tmp_path, ending, packed):
+    """A comma, a quoted tab and a line separator lie in texts; a file of a folder has its split by its name."""
+    texts = ["a, b", "c\td", "e\u2028f", "42"]
+    rows = [{"text": text} for text in texts]
+    separator = {"csv": ",", "tsv": "\t"}.get(ending)
+    table = "".join(f'"{text}"{separator}{i}\n' for i, text in enumerate(texts))
+    content = {"json": json.dumps(rows), "txt": "\n".join(texts)}.get(ending, lines(rows))
+    content = f"text{separator}n\n{table}" if separator else content
+    folder, name = tmp_path / "d", f"train-0.{ending}" + ".GZ" * packed
+    folder.mkdir()
+    for file in (tmp_path / name, folder / name):
+        file.write_bytes(gzip.compress(content.encode()) if packed else content.encode())
+    (folder / "test.jsonl").write_text(lines(rows[:1]))
+    data = load(name)
+    assert sorted([*data.train["text"], *data.test["text"]]) == sorted(texts)
+    data = load("d")
+    assert data.train["text"] == texts and data.test["text"] == texts[:1]
+
+
+def test_wrong_rows_of_packed_files_have_their_line(load, tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text"\n'))
+    with pytest.raises(DataError, match="a.jsonl.gz:2: not valid JSON"):
+        load("a.jsonl.gz")
+    for content in (b'{"text": "a"}\n', gzip.compress(b"a" * 99)[:-9]):
+        (tmp_path / "b.jsonl.gz").write_bytes(content)
+        with pytest.raises(DataError, match="b.jsonl.gz: cannot be unpacked as gzip: "):
+            load("b.jsonl.gz")
+    with pytest.raises(ConfigError, match="a.parquet.gz: expected a file ending in .json, .*, but for the last two"):
+        load("a.parquet.gz", {"a.parquet.gz": "x"})
+    with pytest.raises(ConfigError, match="no such file or directory: nowhere.tsv.gz"):
+        load("nowhere.tsv.gz")
+
+
+@pytest.mark.parametrize("chat", [{"messages": CHAT}, {"prompt": CHAT[:1], "completion": CHAT[1:]}])
+def test_tools_in_openais_older_column_are_named(load, chat):
+    row = {**chat, "functions": [{"name": "add", "parameters": {}}]}
+    with pytest.raises(DataError, match="a column functions.*Give them a column tools"):
+        load("rows.jsonl", {"rows.jsonl": lines([row] * 4)})
+    with pytest.raises(DataError, match="a column functions.*Give them a column tools"):
+        in_messages(datasets.Dataset.from_list([row]))
+    tools = [{"type": "function", "function": row["functions"][0]}]
+    assert load("rows.jsonl", {"rows.jsonl": lines([{**row, "tools": tools}] * 4)}).facts.train_rows == 3
+    load("rows.jsonl", {"rows.jsonl": lines([{"text": "a", "functions": "of x"}] * 4)})
 
 
 def test_directories(load, tmp_path):

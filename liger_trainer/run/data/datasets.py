@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, DataError
-from ...trainers.chat_rows import check_preferences, in_messages, no_usable_column, split_last
+from ...trainers.chat_rows import check_preferences, check_tools, in_messages, no_usable_column, split_last
 from ...trainers.rows import NO_PROMPT
 from .row_checks import (
     CHAT_COLUMNS,
@@ -219,6 +219,7 @@ def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
     """Return the form of the rows, and the columns that the trainer reads."""
     have, text = train.column_names, config["dataset_text_field"]
     check_preferences(train, text if config.given("dataset_text_field") else None)
+    check_tools(have)
     images = image_column(have)
     read = form_of(have, text, config.given("dataset_text_field"), config.recipe != "sft")
     if read is not None:

@@ -1,7 +1,9 @@
 """Read rows from a demo, a local file, a directory, the hub or a TRL mixture. Every error names its file and line."""
 
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,12 +53,17 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _content(path: Path) -> bytes:
-    """Return the bytes of a file without a byte order mark.
+    """Return the bytes of a file, unpacked if it ends in .gz, without a byte order mark.
 
     Raises:
-        DataError: it has the mark of another encoding than UTF-8.
+        DataError: it is not gzip, or has the mark of another encoding than UTF-8.
     """
     content = path.read_bytes()
+    if path.suffix.lower() == PACKED:
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path}: cannot be unpacked as gzip: {error}.") from None
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{path}: expected UTF-8 text, got UTF-16. Save it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE.")
     return content.removeprefix(b"\xef\xbb\xbf")
@@ -158,7 +165,7 @@ def _array(path: Path) -> list | None:
     except RecursionError:
         raise DataError(f"{path}: nested too deep; expected at most {DEEPEST} levels.") from None
     except json.JSONDecodeError as error:
-        if path.suffix.lower() == ".jsonl":
+        if kind_of_file(path) in LINES:
             return None
         raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
     return rows
@@ -243,7 +250,11 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
 
 
-SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
+PACKED = ".gz"
+LINES = (".jsonl", ".ndjson")
+TEXT_SUFFIXES = (".json", *LINES, ".csv", ".tsv", ".txt")  # which may be packed
+SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow")
+EXPECTED = f"a file ending in {', '.join(SUFFIXES)}, or, but for the last two, in {PACKED} after that"
 # Columns of a CSV file that are text whatever their cells look like: "42", "NA" and "null" are answers too.
 _TEXTS = ("prompt", "completion", "instruction", "input", "output", "system")
 _FILE_OF_ARROW = b"ARROW1"  # how an IPC file (Feather) begins; `save_to_disk` writes IPC streams
@@ -262,6 +273,12 @@ class LoadedDataset:
     licence: str | None = None
     held_out: str | None = None
     blank_lines: int = 0
+
+
+def kind_of_file(path: Path) -> str:
+    """Return how a file's name ends, in small letters: `.jsonl` for rows.jsonl and rows.JSONL.gz."""
+    inner = Path(path.stem).suffix.lower()
+    return inner if path.suffix.lower() == PACKED and inner in TEXT_SUFFIXES else path.suffix.lower()
 
 
 def load_source(config: "RunConfig", bad: BadRows) -> LoadedDataset:
@@ -291,7 +308,7 @@ def load_source(config: "RunConfig", bad: BadRows) -> LoadedDataset:
         return _load_files(config, bad, {"train": [path]})
     if path.is_dir():
         return _load_directory(config, bad, path)
-    if path.is_absolute() or name.startswith((".", "~")) or path.suffix.lower() in SUFFIXES:
+    if path.is_absolute() or name.startswith((".", "~")) or kind_of_file(path) in SUFFIXES:
         raise config.error("dataset_name", f"no such file or directory: {name}")
     return _load_hub(config)
 
@@ -356,14 +373,15 @@ def _load_directory(config: "RunConfig", bad: BadRows, path: Path) -> LoadedData
             return LoadedDataset({"train": datasets.Dataset.load_from_disk(str(path))}, _row_of)
     except Exception as error:  # json, pyarrow and datasets each have their own
         raise DataError(f"{path}: cannot be read as the output of save_to_disk: {error}") from None
-    candidates = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES)
+    candidates = sorted(p for p in path.iterdir() if kind_of_file(p) in SUFFIXES)
     if not candidates:
-        expected = f"a file ending in {', '.join(SUFFIXES)}, or the output of save_to_disk"
+        expected = f"{EXPECTED}, or the output of save_to_disk"
         raise config.error("dataset_name", f"{path} holds no dataset; expected {expected}.")
     names = {config["dataset_train_split"], config["dataset_test_split"]}
     files: dict[str, list[Path]] = {}
     for file in candidates:  # train.jsonl, train-00000-of-00002.parquet
-        split = next((n for n in names if file.stem == n or file.stem.startswith(f"{n}-")), None)
+        stem = Path(file.stem).stem if file.suffix.lower() == PACKED else file.stem
+        split = next((n for n in names if stem == n or stem.startswith(f"{n}-")), None)
         files.setdefault(split or "", []).append(file)
     if list(files) == [""]:  # no file is named after a split: all are training rows
         return _load_files(config, bad, {config["dataset_train_split"]: candidates})
@@ -417,21 +435,22 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
 
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty.")
-    kind = path.suffix.lower()
-    if kind in (".json", ".jsonl"):
+    kind = kind_of_file(path)
+    if kind in (".json", *LINES):
         return read_json(path, bad, partial(_problem_in, config, bad))
     if kind == ".txt":
         numbered = list(numbered_lines(path))
         kept = [(n, line) for n, line in numbered if line.strip()]
         rows = datasets.Dataset.from_dict({config["dataset_text_field"]: [line for _, line in kept]})
         return rows, [n for n, _ in kept], len(numbered) - len(kept)
+    texts = *_TEXTS, config["dataset_text_field"]
     readers = {
-        ".csv": partial(_read_csv, texts=(*_TEXTS, config["dataset_text_field"])),
+        ".csv": partial(_read_csv, texts=texts), ".tsv": partial(_read_csv, texts=texts, separator="\t"),
         ".parquet": datasets.Dataset.from_parquet, ".arrow": _read_arrow,
     }  # fmt: skip
     read = readers.get(kind)
     if read is None:
-        raise config.error("dataset_name", f"{path.name}: expected a file ending in {', '.join(SUFFIXES)}.")
+        raise config.error("dataset_name", f"{path.name}: expected {EXPECTED}.")
     try:
         loaded = read(str(path))
     except Exception as error:  # pyarrow, pandas and datasets each have their own
@@ -442,12 +461,13 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
     return loaded, None, 0
 
 
-def _read_csv(path: str, texts: Sequence[str]) -> "Dataset":
+def _read_csv(path: str, texts: Sequence[str], separator: str = ",") -> "Dataset":
     """Read a CSV file, whose empty cells are null."""
     import datasets
 
     of_text: dict[str | int, Callable] = dict.fromkeys(texts, str)
-    return datasets.Dataset.from_csv(path, converters=of_text, keep_default_na=False, na_values=[""])  # pyright: ignore
+    how: dict[str, Any] = {"converters": of_text, "keep_default_na": False, "na_values": [""]}
+    return datasets.Dataset.from_csv(path, sep=separator, **how)
 
 
 def _read_arrow(path: str) -> "Dataset":
