@@ -1,4 +1,4 @@
-"""The one place that names `extras`: a setting loads the module that serves it, and without the setting nothing of it.
+"""The one place that names `extras`: a setting or a command loads the module that serves it, and nothing else does.
 
 The core never imports extras otherwise, which the lint contracts check.
 """
@@ -11,7 +11,7 @@ DEMO = "demo:"  # begins the name of a model or a data set that is made on this 
 LM_EVAL = "lm_eval/"  # begins the name of a metric of lm-eval-harness
 TASK = "reasoning_gym:"  # begins the name of a data set of generated questions with a checker
 
-# what is set: the module below extras
+# what asks for it, a setting, the beginning of a name or a command: the module below extras
 PLUGINS = {
     "alm": "cross_tokenizer.spans",
     "uld": "cross_tokenizer.teacher",
@@ -38,7 +38,7 @@ _OF_TRAINERS = (
 
 
 def load(name: str) -> Any:
-    """Import the module that serves a setting, by its name in `PLUGINS`."""
+    """Import the module that serves a setting or a command, by its name in `PLUGINS`."""
     return import_module(f"{__package__}.extras.{PLUGINS[name]}")
 
 
