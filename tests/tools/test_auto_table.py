@@ -3,10 +3,8 @@
 One row is computed again by default, all with `-m slow`. Run as a script, it writes the rows that are named, or all.
 """
 
-import re
-from pathlib import Path
-
 import pytest
+from page_table import PageTable
 from real_shapes import save_shapes
 
 from liger_trainer.config.run_config import load_run_config
@@ -14,8 +12,6 @@ from liger_trainer.config.schema import built_in_configs
 from liger_trainer.tools.estimate.engine import choices
 from liger_trainer.tools.estimate.estimator import gpu_named
 
-PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
-BEGIN, END = "<!-- engines: tests/tools/test_auto_table.py writes it -->\n", "<!-- end of the engines -->"
 COUNTS, SIZES = (1, 2, 4, 8), ("24GB", "48GB", "80GB")
 # the demo's data would be written, and smollm2's fit everywhere
 NAMES = [name for name in built_in_configs() if not name.startswith("smollm2/")]
@@ -24,6 +20,8 @@ HEAD = (
     "| configuration | " + " | ".join(f"{size[:2]} GB" for size in SIZES) + " |\n"
     "|---|" + "---|" * len(SIZES) + "\n"
 )  # fmt: skip
+BEGIN, END = "<!-- engines: tests/tools/test_auto_table.py writes it -->", "<!-- end of the engines -->"
+TABLE = PageTable("distributed.md", BEGIN, END, HEAD, NAMES)
 
 
 def row(name: str, folders: dict[str, str]) -> str:
@@ -37,31 +35,14 @@ def row(name: str, folders: dict[str, str]) -> str:
     return f"| `{name}` | {' | '.join(cells)} |"
 
 
-def table() -> dict[str, str]:
-    found = re.search(f"{re.escape(BEGIN)}(.*){END}", PAGE.read_text(), re.DOTALL)
-    assert found is not None
-    return {line.split("`")[1]: line for line in found[1].removeprefix(HEAD).splitlines()}
-
-
 def test_each_built_in_configuration_has_a_row():
-    assert list(table()) == NAMES
+    assert list(TABLE.rows()) == NAMES
 
 
 @pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_a_row_is_what_auto_chooses(name, tmp_path):
-    assert table()[name] == row(name, save_shapes(tmp_path)), "write it: see above"
+    assert TABLE.rows()[name] == row(name, save_shapes(tmp_path)), "write it: see above"
 
 
 if __name__ == "__main__":
-    import sys
-    import tempfile
-
-    lines = table()
-    with tempfile.TemporaryDirectory() as folder:
-        shapes = save_shapes(Path(folder))
-        for name in sys.argv[1:] or NAMES:
-            lines[name] = row(name, shapes)
-            ordered = [lines[name] for name in NAMES if name in lines]
-            page = PAGE.read_text()
-            begin, end = page.index(BEGIN) + len(BEGIN), page.index(END)
-            PAGE.write_text(page[:begin] + HEAD + "\n".join(ordered) + "\n" + page[end:])
+    TABLE.write(row)

@@ -4,17 +4,13 @@ In each phase of a step every further token takes as much memory as the one befo
 cell of the table is computed again by default, all with `-m slow`. Run as a script, it writes the rows named, or all.
 """
 
-import re
-from pathlib import Path
-
 import pytest
+from page_table import PageTable
 from real_shapes import save_shapes
 
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.tools.estimate.estimator import LIBRARIES, MIB, Estimate, estimate, gpu_named
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
-BEGIN, END = "<!-- longest rows: tests/tools/test_longest_row.py writes it -->\n", "<!-- end of the longest rows -->"
 CARDS = [gpu_named(name) for name in ("RTX 4090", "L40S", "H100")]
 LENGTHS = 8192, 16384
 ONE_CARD = ("accelerate_config=null", "num_processes=1", "dtype=bfloat16")
@@ -33,7 +29,9 @@ MEMORY = {
 }
 SAMPLE = "Llama-3.1-8B, LoRA", "memory: lean"
 CELLS = [(method, memory) for method in METHODS for memory in MEMORY]
+BEGIN, END = "<!-- longest rows: tests/tools/test_longest_row.py writes it -->", "<!-- end of the longest rows -->"
 HEAD = f"| | {' | '.join(card.name for card in CARDS)} |\n|---|{'---|' * len(CARDS)}\n"
+TABLE = PageTable("recipes.md", BEGIN, END, HEAD, list(METHODS))
 
 
 def step(method: str, memory: str, length: int, folders: dict[str, str]) -> Estimate:
@@ -69,21 +67,16 @@ def row(method: str, folders: dict[str, str]) -> str:
     return f"| {method} | {' | '.join(' / '.join(each) for each in by_card)} |"
 
 
-def table() -> dict[str, str]:
-    found = re.search(f"{re.escape(BEGIN)}(.*){END}", PAGE.read_text(), re.DOTALL)
-    assert found is not None
-    return {line.split(" | ")[0].removeprefix("| "): line for line in found[1].removeprefix(HEAD).splitlines()}
-
-
 def test_each_way_has_a_row():
-    assert list(table()) == list(METHODS)
+    assert list(TABLE.rows()) == list(METHODS)
 
 
 @pytest.mark.parametrize(
     ("method", "memory"), [cell if cell == SAMPLE else pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS]
 )
 def test_a_cell_is_what_estimate_says(method, memory, tmp_path):
-    written = [each.split(" / ")[list(MEMORY).index(memory)] for each in table()[method].strip("| ").split(" | ")[1:]]
+    by_card = TABLE.rows()[method].strip("| ").split(" | ")[1:]
+    written = [each.split(" / ")[list(MEMORY).index(memory)] for each in by_card]
     assert written == cells(method, memory, save_shapes(tmp_path)), "write it: see above"
 
 
@@ -95,15 +88,4 @@ def test_a_length_beyond_the_two_is_what_estimate_says_of_it(tmp_path):
 
 
 if __name__ == "__main__":
-    import sys
-    import tempfile
-
-    lines = table()
-    with tempfile.TemporaryDirectory() as folder:
-        shapes = save_shapes(Path(folder))
-        for method in sys.argv[1:] or METHODS:
-            lines[method] = row(method, shapes)
-            ordered = [lines[name] for name in METHODS if name in lines]
-            page = PAGE.read_text()
-            begin, end = page.index(BEGIN) + len(BEGIN), page.index(END)
-            PAGE.write_text(page[:begin] + HEAD + "\n".join(ordered) + "\n" + page[end:])
+    TABLE.write(row)
