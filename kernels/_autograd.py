@@ -152,26 +152,47 @@ def multiply_(tensors: Sequence[Tensor | None], factor: Tensor) -> None:
 _NAME = "_liger_made_of"
 
 
+class Scaled(NamedTuple):
+    """The matrix rows * scale[:, None] * factor, which is not in memory: an RMSNorm's output, up to its rounding."""
+
+    rows: Tensor  # (N, K)
+    scale: Tensor  # (N,) fp32
+    factor: Tensor | None  # (K,); None: 1
+
+
 class Source(NamedTuple):
-    """What an op saves in place of x, and how its backward gets x from them: `make(*tensors)`."""
+    """What an op saves in place of x, and how its backward gets x from them: `make(*tensors)`.
+
+    scaled: gives it as `Scaled`, for those that need not have it in memory; None where there is no such form.
+    """
 
     tensors: tuple[Tensor | None, ...]
     make: Callable[..., Tensor]
     versions: tuple[int, ...] = ()
+    scaled: Callable[..., Scaled] | None = None
+
+    def without_tensors(self) -> "Source":
+        """Return what a context may hold: the tensors are saved as tensors."""
+        return self._replace(tensors=())
 
 
-def note_recomputable(y: Tensor, make: Callable[..., Tensor], x: Tensor, *parameters: Tensor | None) -> Tensor:
+def note_recomputable(
+    y: Tensor, make: Callable[..., Tensor], x: Tensor, *parameters: Tensor | None,
+    scaled: Callable[..., Scaled] | None = None,
+) -> Tensor:  # fmt: skip
     """Note on y that `make(x, *parameters)` gives it again, and return y. Call it where the op of y keeps x.
+
+    scaled: see `Source`; of the same arguments.
 
     Engines that shard parameters take their memory away between the passes, and give it back to one module after the
     other: in a group of processes the note has copies.
     """
     if y.requires_grad and x.is_contiguous():
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # small: vectors of the hidden size
+            # small: a number a row or a column
             parameters = tuple(None if p is None else p.detach().clone() for p in parameters)
         tensors = tuple(None if t is None else t.detach() for t in (x, *parameters))
-        setattr(y, _NAME, Source(tensors, make, (y._version, x._version)))
+        setattr(y, _NAME, Source(tensors, make, (y._version, x._version), scaled))
     return y
 
 
@@ -180,7 +201,7 @@ def saved_or_recomputed(x: Tensor, cast: Tensor) -> Source:
     source = getattr(x, _NAME, None)  # an attribute of the tensor: the op behind the norm sees nothing else of it
     if source is None or source.versions != (x._version, source.tensors[0]._version):  # written into since
         return Source((cast,), _itself)
-    return Source(source.tensors, functools.partial(_made, source.make, cast.dtype))
+    return Source(source.tensors, functools.partial(_made, source.make, cast.dtype), scaled=source.scaled)
 
 
 def _itself(x: Tensor) -> Tensor:

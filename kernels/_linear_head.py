@@ -13,6 +13,7 @@ Adapters  The low-rank terms of all adapters form one product: their a_i are sta
 Source    LoRA: Hu et al. 2021, arXiv:2106.09685
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -342,7 +343,9 @@ class TermGradients:
         if needs[0]:
             over = overwrite and rows.index is None  # else the gradient has fewer rows than the hidden states
             dtype = stats_dtype(x.dtype) if rounded_in_place else x.dtype
-            self.x = x.detach() if over else torch.empty(rows.count, x.shape[1], dtype=dtype, device=x.device)
+            self._new_x = functools.partial(torch.empty, rows.count, x.shape[1], dtype=dtype, device=x.device)
+            self.x = x.detach() if over else None
+        self._needs_x = needs[0]
         if needs[1]:
             # Rows of padding beyond the vocabulary, and all rows of a batch without labels, get no product: they must
             # be 0.
@@ -350,8 +353,18 @@ class TermGradients:
             dtype = torch.promote_types(w.dtype, wide or w.dtype)
             self.w = make(w, dtype=dtype, memory_format=torch.contiguous_format)
 
+    def write_over(self, x: Tensor) -> None:
+        """Have dx written over x (rows.count, H), a copy of the rows whose chunks are read once, one by one."""
+        if self._needs_x and self.x is None and not self._rounded_in_place and x.dtype == self._new_x.keywords["dtype"]:
+            self.x = x
+
+    def _allocate(self) -> None:
+        if self._needs_x and self.x is None:
+            self.x = self._new_x()
+
     def add(self, dlogits: Tensor, x: Tensor, w: Tensor, rows: slice, columns: slice) -> None:
         """Add a chunk. dlogits: (n, c); x (n, H), w (c, H): the chunk's rows and the tile's columns, in its dtype."""
+        self._allocate()
         if self.w is not None:
             # beta 0 for the first chunk: the memory is uninitialised, and need not be zeroed first. So callers add, for
             # each tile, the chunk at row 0 first, and for each chunk the tile at column 0.
@@ -381,6 +394,7 @@ class TermGradients:
         return rest[: shape[0] * shape[1]].view(shape) if shape[0] * shape[1] <= rest.numel() else None
 
     def finish(self, rows: Rows, x: Tensor, w: Tensor, overwrite: bool) -> tuple[Tensor | None, Tensor | None]:
+        self._allocate()
         dx = _rounded_in_place(self.x, x.dtype) if self.x is not None and self._rounded_in_place else self.x
         # The rows that take part are scattered among all; the others have gradient 0.
         if dx is not None and rows.index is not None:
@@ -428,6 +442,12 @@ class HeadGradients:
         if needs.bias:
             assert head.bias is not None
             self._bias = torch.zeros(head.bias.shape[0], dtype=stats_dtype(head.bias.dtype), device=head.bias.device)
+
+    def write_over(self, operands: Operands) -> None:
+        """Have gradients written over the gathered rows, whose chunks nobody reads after `add`."""
+        if self._rows.index is not None:
+            for gradients, (x, _) in zip(self._terms, operands.terms, strict=True):
+                gradients.write_over(x)
 
     def add(self, dlogits: Tensor, operands: Operands, rows: slice, columns: slice) -> None:
         """Add a chunk. dlogits: (n, c), the gradient of the operands' logits: the chunk's rows, the tile's columns."""

@@ -37,6 +37,7 @@ from ._ranks import VocabParallel
 from ._tuning import SHAPES
 
 WORKSPACE_MB, LAUNCH_BYTES = SHAPES.WORKSPACE_MB, SHAPES.LAUNCH_BYTES
+FROZEN_ROWS = 1024  # of a chunk: with fewer, the product for the hidden states' gradient leaves multiprocessors idle
 ROUNDINGS = 16  # more chunks than this, summed in the weight's dtype, have twice the error of a single product
 BYTES_A_WORD = 4096  # workspace per word of the vocabulary (see `workspace_bytes`): 2,048 rows of bf16 logits
 TILE_ROWS = 256
@@ -66,9 +67,12 @@ def row_plan(count: int, vocab: int, bytes_per_logit: int, how: "Execution") -> 
     Each chunk reads and writes the weight's gradient once, so few large chunks approach the speed of the bare matrix
     products. Liger-Kernel's rule uses only V / H: it gives small models chunks whose time goes into that traffic.
     By default a batch that would fill more than half of WORKSPACE_MB by itself is cut in two: one chunk would save
-    little time, and as little memory as stored logits.
+    little time, and as little memory as stored logits. A frozen weight has no gradient: its chunks have half as many
+    rows by default.
     """
     limit = _whole_tiles(max(1, how.workspace_bytes(vocab) // (vocab * bytes_per_logit)), down=True)
+    if how.frozen and how.workspace_mb is None and limit > FROZEN_ROWS:
+        limit = max(FROZEN_ROWS, _whole_tiles(limit // 2, down=True))
     chunks = max(1, -(-count // limit))
     # 2**19: half a MiB
     if chunks == 1 and how.workspace_mb is None and count * vocab * bytes_per_logit > WORKSPACE_MB * 2**19:
@@ -181,6 +185,7 @@ class Execution:
     workspace_mb: float | None = None  # None: `workspace_bytes` decides, or `tile_plan` if logits are recomputed
     accumulate_dtype: torch.dtype | None = None  # dtype of the weight's gradient while chunks are added to it
     overwrite_hidden: bool = False
+    frozen: bool = False  # the weight has no gradient, which each chunk would read and write
 
     def __post_init__(self):
         if self.accumulate_dtype not in (None, torch.float32):
@@ -274,6 +279,8 @@ class LinearLoss:
         """
         dtype, columns = head.dtype, slice(0, self.vocab)
         operands = head.operands(self.rows, self.vocab).part(slice(None), columns)  # each weight is cast once
+        if gradients is not None:
+            gradients.write_over(operands)
         plan, (ws, chunk_state) = fit_to_memory(self.plan(dtype), lambda plan: self.memory(head, plan))
         grad_ws = ws.view(dtype)[:, : self.vocab]  # in place: wider logits leave it the front of each row
         for rows in plan.chunks(self.rows.count):
@@ -468,7 +475,7 @@ class LossOp:
             )  # fmt: skip
             return value, per_token.detach()  # an output of the op, of which only the loss has a gradient
         selected = selected_rows(head.hidden, labels, rows, num_items, ignore_index)
-        how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
+        how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden, not head.weight.requires_grad)
         if parallel is not None:
             sides = [head] if teacher is None else [head, teacher]
             call = selected, labels, token_weight, arguments, how, reduction, recompute

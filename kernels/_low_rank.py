@@ -7,7 +7,8 @@
 Shapes    x: (N, K)  W: (O, K)  A: (r, K)  B: (O, r)  y: (N, O)  values, g: (N, slots, r)
 Method    The A of all adapters are one matrix, so x is read once for them, and once for dA. The products themselves add
           the terms of y and dx (addmm_), so nothing else of their size is made. s_j is in x A_j^T and g_j. W and b are
-          frozen: W has no gradient. Under autocast A and B are cast once, and kept for the backward.
+          frozen: W has no gradient. Under autocast A and B are cast once, and kept for the backward. An x that an
+          RMSNorm made of rows u, x = rstd * u * w, is not made again for dA in bf16: dA = ((g * rstd)^T u) * w.
 Numerics  y and dx are in the dtype of the base product; each term is rounded as it is added. If adapters have that
           dtype, or under autocast, everything has it. By default PEFT makes adapters wider than x (fp32 over a bf16
           base). Then x A^T, g and the gradients have the adapters' precision, as in PEFT's own forward, but x is not
@@ -28,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import copy_all
+from ._autograd import Scaled, Source, copy_all
 from ._dropout import LEVELS, Run, add_gradients, draw_seed, kept, runs_of, threshold_of, values_of_kept
 from ._triton import Launch, remembered, tl, triton, use_triton
 from ._tuning import SHAPES
@@ -215,11 +216,21 @@ def add(y: Tensor, values: Tensor, factor: Tensor, numerics: Numerics) -> None:
         y.add_(values[:, 0] @ factor)  # in the wider dtype, rounded as it is added
 
 
-def a_gradient(g: Tensor, x: Tensor, numerics: Numerics) -> Tensor:
+def a_gradient(g: Tensor, x: Tensor | Scaled, numerics: Numerics) -> Tensor:
     """Return g^T x (R, K) in `rank`, or in fp32 if `wide`."""
+    if isinstance(x, Scaled):
+        return _a_gradient_of_scaled(g[:, 0], x, numerics)
     if numerics.split:
         return _wide_product(g[:, :3].flatten(1).t(), x).view(3, -1, x.shape[1]).sum(0)  # h + m + l of g, each times x
     return _wide_product(g[:, 0].t(), x) if numerics.wide else g[:, 0].t() @ x.to(numerics.rank)
+
+
+def _a_gradient_of_scaled(g: Tensor, x: Scaled, numerics: Numerics) -> Tensor:
+    """As `a_gradient`: the rows' scale is a factor of g, which is small, and the columns' one of the result."""
+    g = torch.mul(g, x.scale[:, None], out=torch.empty_like(g))
+    da = _wide_product(g.t(), x.rows) if _has_wide_results(g) else g.t() @ x.rows
+    da = da if x.factor is None else da.mul_(x.factor)
+    return da if numerics.wide else da.to(numerics.rank)
 
 
 def b_gradient(dy: Tensor, values: Tensor, numerics: Numerics) -> Tensor:
@@ -262,6 +273,17 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 def as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(dtype)
+
+
+def input_of_a(source: Source, tensors: Sequence[Tensor], numerics: Numerics, seed: Tensor | None) -> Tensor | Scaled:
+    """Return the x (N, K) that dA is made from, of what the forward saved for it. seed: of the dropout.
+
+    In fp16 the scale of small rows could exceed the range that g has room for. In fp32 products take most of the time.
+    """
+    dtypes = {numerics.rank, numerics.compute, tensors[0].dtype}
+    if source.scaled is not None and seed is None and dtypes == {torch.bfloat16}:
+        return source.scaled(*tensors)
+    return as_matrix(source.make(*tensors), numerics.compute)
 
 
 Layout = tuple[tuple[tuple[tuple[float, float], ...], Callable[[Tensor], Tensor] | None], ...]
@@ -496,12 +518,13 @@ def input_gradient(dys: Sequence[Tensor], stack: Stack, numerics: Numerics) -> T
 
 
 def a_gradients(
-    g: Tensor | None, x: Tensor | None, dx: Tensor | None, stack: Stack, masks: Masks, numerics: Numerics
+    g: Tensor | None, x: Tensor | Scaled | None, dx: Tensor | None, stack: Stack, masks: Masks, numerics: Numerics
 ) -> tuple[Tensor, ...]:
     """Add the adapters' part to dx, unless it is None, and return dA of each adapter, unless x is None."""
     if g is None or stack.a is None or (x is None and dx is None):
         return ()
     if masks.seed is not None:
+        assert not isinstance(x, Scaled)
         das = _add_kept(dx, g, stack, x, masks, numerics)
     else:
         if dx is not None:

@@ -228,8 +228,9 @@ def linear_cross_entropy(
         recompute: compute the logits again in the backward instead of the gradients in the forward. Takes the least
             memory, for a third more arithmetic.
         workspace_mb: MiB for the chunk of logits. More is faster up to about 1024, see docs/results/losses.md. Default:
-            512, or the size of 2,048 rows if that is larger, up to 1024; with recompute the size of the hidden states,
-            or next to none for a trained weight in the products' dtype without lora.
+            512, or the size of 2,048 rows if that is larger, up to 1024, and half of that for a frozen weight, but no
+            less than 1,024 rows; with recompute the size of the hidden states, or next to none for a trained weight in
+            the products' dtype without lora.
         accumulate_dtype: torch.float32 sums the weight's gradient in fp32 and rounds it once, in twice the memory.
             Default: the weight's dtype up to 16 chunks; beyond, fp32, since roundings would double the error.
         overwrite_hidden: let the gradient of hidden take its memory. Autograd raises an error if something else needed

@@ -217,7 +217,7 @@ def linear_log_probs(
         mean_logits: return the mean logit of each row, too.
         vocab_size: the real vocabulary, if the head is padded beyond its own: the softmax runs over its first rows.
         workspace_mb: MiB for the chunk of logits. Default: 512, or the size of 2,048 rows if that is larger, up to
-            1024.
+            1024; half of that where weight is frozen, but no less than 1,024 rows.
         accumulate_dtype: torch.float32 sums the weight's gradient in fp32 and rounds it once. Default: the weight's
             dtype up to 16 chunks; beyond, fp32.
         lora: low-rank additions to the head, one `Lora` or several.
@@ -254,7 +254,8 @@ def _values(
         selected = selected_rows(head.hidden, labels, rows, None, ignore_index)
     options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, SMOOTHED if mean_logits else 0.0)
     targets = Targets(gather_rows(labels, selected).contiguous())
-    return LinearLogProbs(selected, vocab, Execution(workspace_mb, accumulate_dtype), targets, options)
+    how = Execution(workspace_mb, accumulate_dtype, frozen=not head.weight.requires_grad)
+    return LinearLogProbs(selected, vocab, how, targets, options)
 
 
 # Under torch.compile: an opaque op each for the values and for their gradients.

@@ -27,6 +27,7 @@ from ._low_rank import (
     as_matrix,
     check_projection,
     input_gradient,
+    input_of_a,
     layout_of,
     project,
     rank_gradients,
@@ -75,7 +76,7 @@ class LoraLinearFunction(torch.autograd.Function):
         outputs = project(flat, stack, values, numerics)
         ctx.layout, ctx.numerics, ctx.shape = layout_of(stack), numerics, x.shape
         source = saved_or_recomputed(x, x)  # not a copy in another dtype: other layers save the same one
-        ctx.make, ctx.sources = source.make, len(source.tensors)
+        ctx.source, ctx.sources = source.without_tensors(), len(source.tensors)
         ctx.save_for_backward(*source.tensors, values, masks.seed, *stack.tensors)
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
@@ -90,7 +91,7 @@ class LoraLinearFunction(torch.autograd.Function):
         # g = s dy B: needed for dA and for the adapters' part of dx
         g, dbs = rank_gradients(dys, values, stack, needs[1::2], need_x or any(needs[::2]), numerics)
         dx = input_gradient(dys, stack, numerics) if need_x else None
-        flat = as_matrix(ctx.make(*sources), numerics.compute) if any(needs[::2]) else None
+        flat = input_of_a(ctx.source, sources, numerics, seed) if any(needs[::2]) else None
         das = a_gradients(g, flat, dx, stack, Masks(seed), numerics)  # also adds the adapters' part to dx
         return None if dx is None else dx.view(ctx.shape), None, *interleaved(das, dbs, needs)
 

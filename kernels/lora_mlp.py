@@ -36,6 +36,7 @@ from ._low_rank import (
     as_matrix,
     check_projection,
     input_gradient,
+    input_of_a,
     layout_of,
     project,
     rank_gradients,
@@ -78,7 +79,7 @@ class LoraMLPFunction(torch.autograd.Function):
         source, ctx.remake = saved_or_recomputed(x, flat), remake
         # remake: biases are enough to compute gate(x) and up(x) again, from what x is saved as.
         kept = [p.bias for p in first.projections] if remake else [*hidden, values]
-        ctx.make, ctx.sources, ctx.kept = source.make, len(source.tensors), len(kept)
+        ctx.source, ctx.sources, ctx.kept = source.without_tensors(), len(source.tensors), len(kept)
         ctx.save_for_backward(*source.tensors, *kept, h_values, masks.seed, *first.tensors, *down.tensors)
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -95,7 +96,7 @@ class LoraMLPFunction(torch.autograd.Function):
         count = 2 * len(first.adapters)
         needs, down_needs = needs[:count], needs[count:]
         if ctx.remake:  # as the forward had them; x's memory is free afterwards
-            x = as_matrix(ctx.make(*sources), numerics.compute)
+            x = as_matrix(ctx.source.make(*sources), numerics.compute)
             hidden, values, terms = _through_first(x, with_biases(first, kept), down, masks, numerics)
             del x
         else:
@@ -106,7 +107,7 @@ class LoraMLPFunction(torch.autograd.Function):
         needs_b = needs[1::2] if terms is None else [False] * len(first.adapters)
         g, dbs = rank_gradients(dys, values, first, needs_b, need_x or any(needs[::2]), numerics)
         dx = input_gradient(dys, first, numerics) if need_x else None
-        flat = as_matrix(ctx.make(*sources), numerics.compute) if any(needs[::2]) else None
+        flat = input_of_a(ctx.source, sources, numerics, seed) if any(needs[::2]) else None
         das = a_gradients(g, flat, dx, first, masks, numerics)
         dx = None if dx is None else dx.view(*dy.shape[:-1], dx.shape[-1])
         return dx, None, None, None, None, *interleaved(das, first_dbs or dbs, needs), *down_gradient

@@ -16,7 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ._autograd import empty, first_order, note_recomputable, vector
+from ._autograd import Scaled, empty, first_order, note_recomputable, vector
 from ._norm import (
     backward_config,
     check_columns,
@@ -166,9 +166,16 @@ def rms_norm_backward(
     return dx, None if shares is None or weight is None else sum_programs(shares, H, weight.dtype)[0]
 
 
-def recompute(eps: float, offset: float, cast_before_weight: bool, x: Tensor, weight: Tensor | None) -> Tensor:
+def recompute(
+    eps: float, offset: float, cast_before_weight: bool, x: Tensor, weight: Tensor | None, rstd: Tensor | None = None
+) -> Tensor:
     """Compute the norm once more, in a backward: what `note_recomputable` keeps instead of it."""
     return norm_forward(x, weight, eps, offset, cast_before_weight)[0]
+
+
+def _scaled(offset: float, x: Tensor, weight: Tensor | None, rstd: Tensor) -> Scaled:
+    factor = weight if weight is None or not offset else weight.float() + offset  # bf16 would round the sum
+    return Scaled(x.view(-1, x.shape[-1]), rstd, factor)
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -177,11 +184,13 @@ class RMSNormFunction(torch.autograd.Function):
         y, rows, rstd = norm_forward(x, weight, eps, offset, cast_before_weight)
         ctx.save_for_backward(rows, weight, rstd)
         ctx.offset = offset
-        return y
+        ctx.mark_non_differentiable(rstd)
+        ctx.set_materialize_grads(False)  # or there would be zeros for rstd
+        return y, rstd
 
     @staticmethod
     @first_order
-    def backward(ctx, dy):
+    def backward(ctx, dy, _):
         rows, weight, rstd = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         return *rms_norm_backward(dy, rows, weight, rstd, ctx.offset, needs_dx, needs_dw), None, None, None
@@ -208,5 +217,6 @@ def rms_norm(
     check_columns(x, weight)
     if torch.compiler.is_compiling() or not use_triton(x):
         return rms_norm_reference(x, weight, eps, offset=offset, cast_before_weight=cast_before_weight)
-    y = RMSNormFunction.apply(x, weight, eps, offset, cast_before_weight)
-    return note_recomputable(y, functools.partial(recompute, eps, offset, cast_before_weight), x, weight)
+    y, rstd = RMSNormFunction.apply(x, weight, eps, offset, cast_before_weight)
+    make, scaled = functools.partial(recompute, eps, offset, cast_before_weight), functools.partial(_scaled, offset)
+    return note_recomputable(y, make, x, weight, rstd, scaled=scaled)

@@ -36,6 +36,13 @@ def test_default_workspace(vocab, bytes_per_logit, rows):
     assert row_plan(8192, vocab, bytes_per_logit, Execution()).rows == rows
 
 
+def test_a_frozen_weight_has_chunks_of_half_as_many_rows():
+    """Its gradient is not there to be read and written for each of them. A workspace that is given is filled."""
+    for vocab, bytes_per_logit, rows in ((32000, 2, 4096), (128256, 2, 1024), (128256, 4, 1024), (524288, 2, 1024)):
+        assert row_plan(8192, vocab, bytes_per_logit, Execution(frozen=True)).rows == rows
+    assert row_plan(8192, 128256, 2, Execution(workspace_mb=512, frozen=True)).rows == 2048
+
+
 def test_a_small_batch_is_cut_in_two():
     """Where its logits take more than half of the workspace; a workspace that is given is filled."""
     rows = {count: row_plan(count, 128256, 2, Execution()).rows for count in (1000, 1100, 2048)}

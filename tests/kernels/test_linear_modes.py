@@ -10,6 +10,8 @@ from fused_losses import DISTINCT, LOSSES, Loss
 from kernel_checks import LEAVES, assert_same, check, double, evaluate, fields, random_inputs, set_path
 from small_blocks import home
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.types import RowSelection
@@ -540,6 +542,30 @@ def test_overwrite_hidden_reuses_its_memory(fp32, loss, ignored, overwrite):
     loss.op(**{**tensors, "hidden": hidden}, overwrite_hidden=overwrite).loss.backward()
     assert (seen[0].data_ptr() == memory) == overwrite
     assert torch.equal(hidden, before) != overwrite
+
+
+class Storages(TorchDispatchMode):
+    """Memory of tensors of a shape, as operations return them."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.shape, self.seen = shape, set[int]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.seen |= {x.data_ptr() for x in tree_leaves(result) if isinstance(x, Tensor) and x.shape == self.shape}
+        return result
+
+
+@pytest.mark.parametrize("workspace_mb", [None, TINY])
+def test_the_gradient_of_gathered_rows_takes_their_memory(fp32, workspace_mb):
+    """With labels of some rows there is one copy of these, not two, until they are scattered."""
+    loss = LOSSES["cross_entropy"]
+    tensors = loss.inputs(40, 12, 21, device=fp32.device)
+    tensors["labels"][::4] = -100
+    with Storages(30, 12) as storages:
+        evaluate(loss.op, tensors, loss.upstream(40), workspace_mb=workspace_mb, **loss.options)
+    assert len(storages.seen) == 1
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.4])
