@@ -67,6 +67,7 @@ class Case:
         layers: of the student, where it has fewer than its shape.
         selective: only every second layer is checkpointed.
         fp32: trained weights are kept in fp32, and computed with in bf16.
+        optim: the optimizer, by transformers' name; those with "bnb" are bitsandbytes' for all but ours.
         engine: of several processes: a name of accelerate's files.
         demo: on real rows, with the weights of the shape's model, or of half of its layers where all are trained.
     """
@@ -89,6 +90,7 @@ class Case:
     layers: int | None = None
     selective: bool = False
     fp32: bool = False
+    optim: str = "adamw_torch_fused"
     demo: bool = False
     engine: str = "fsdp2"
 
@@ -134,6 +136,7 @@ class Case:
         more = ", gradient checkpointing" * self.checkpointing + " of every second layer" * self.selective
         more += f", 1/{self.gently} of the rate, rising at first" if self.gently > 1 else ""
         more += f", {self.layers} layers of {self.shape}" if self.layers else ""
+        more += f", {self.optim}" if self.optim != Case.optim else ""
         return f"{self.kind}, {what}, {how}, {size}{more}"
 
 
@@ -142,9 +145,7 @@ DEMO: dict[str, Any] = {"demo": True, "fp32": True, "default": False, "plan": Pl
 ON_POLICY = "on-policy KD"  # prompts of a third of a row, completions of the rest
 SAMPLED = Plan(2, 6, 2)  # GRPO samples for all steps before the first: more would not fit
 # Plain TRL does not fit on 80 GB. The rate is halved, since losses of wide models jump.
-EIGHT: dict[str, Any] = {
-    "lora_dropout": 0.0, "gently": 2, "default": False, "plan": Plan(5, 9, 2), "reference": "trl_liger",
-}  # fmt: skip
+EIGHT: dict[str, Any] = {"gently": 2, "default": False, "plan": Plan(5, 9, 2), "reference": "trl_liger"}
 CASES = (
     Case("sft-qwen3-0.6b", SMALL, 8, 1024),
     Case("sft-qwen3-0.6b-packed", SMALL, 4, 2048, "packed"),
@@ -160,8 +161,12 @@ CASES = (
     Case("sft-gemma-3-1b", "Gemma-3-1B", 4, 2048, default=False),
     # a half, so that all providers fit on 80 GB
     Case("sft-llama-3-8b", "Llama-3-8B", 4, 2048, layers=16, gently=2, default=False),
-    Case("lora-llama-3-8b", "Llama-3-8B", 2, 4096, **EIGHT),
-    Case("qlora-llama-3-8b", "Llama-3-8B", 2, 4096, four_bit=True, **EIGHT),
+    Case("sft-llama-3-8b-8bit", "Llama-3-8B", 4, 2048, optim="adamw_bnb_8bit", **EIGHT),
+    Case(
+        "sft-llama-3-8b-8bit-checkpointing", "Llama-3-8B", 4, 2048, optim="adamw_bnb_8bit", checkpointing=True, **EIGHT
+    ),
+    Case("lora-llama-3-8b", "Llama-3-8B", 2, 4096, lora_dropout=0.0, **EIGHT),
+    Case("qlora-llama-3-8b", "Llama-3-8B", 2, 4096, lora_dropout=0.0, four_bit=True, **EIGHT),
     Case("sft-qwen3-1.7b-checkpointing", "Qwen3-1.7B", 4, 2048, checkpointing=True, default=False),
     Case("lora-qwen3-0.6b-packed", SMALL, 4, 2048, "packed", lora_dropout=0.0, default=False),
     Case("lora-qwen3-1.7b", "Qwen3-1.7B", 4, 2048, lora_dropout=0.0, default=False),

@@ -63,7 +63,8 @@ class Provider:
 
     def missing(self, case: Case) -> str | None:
         """Return what is not installed."""
-        needs = {**self.needs, **({"bitsandbytes": "bitsandbytes"} if case.four_bit else {})}
+        bnb = case.four_bit or ("bnb" in self.options.get("optim", case.optim) and not self.is_ours)
+        needs = {**self.needs, **({"bitsandbytes": "bitsandbytes"} if bnb else {})}
         if self.shares and (
             not case.shape.startswith("Llama") or case.lora_dropout is not None or case.engine != "fsdp2"
         ):
@@ -112,15 +113,16 @@ PROVIDERS: dict[str, tuple[Provider, ...]] = {
 }  # fmt: skip
 
 
-def variant(options: Mapping[str, Any]) -> dict[str, Provider]:
-    """Return ours with further options, by kind of training."""
+def variant(options: Mapping[str, Any], of: str = "ours") -> dict[str, Provider]:
+    """Return a provider, ours unless another is named, with further options, by kind of training that it does."""
     name = ",".join(
         f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()
     )
-    ours = {kind: next(p for p in providers if p.name == "ours") for kind, providers in PROVIDERS.items()}
     return {
-        kind: replace(p, name=f"ours:{name}", title=f"{p.title}, {name}", options={**p.options, **options})
-        for kind, p in ours.items()
+        kind: replace(p, name=f"{of}:{name}", title=f"{p.title}, {name}", options={**p.options, **options})
+        for kind, providers in PROVIDERS.items()
+        for p in providers
+        if p.name == of
     }
 
 
@@ -183,14 +185,16 @@ class Run:
         return path
 
     def _quantised(self, model: Any) -> Any:
-        from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+        """Return it in 4 bits, quantised from the tensors as they are: 16 GB of files would take half a minute."""
+        from transformers import BitsAndBytesConfig
 
         how: Any = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=model.dtype,
             bnb_4bit_use_double_quant=True,
         )  # fmt: skip
         where = {"device_map": {"": self.device}, "dtype": model.dtype, "attn_implementation": "sdpa"}
-        return AutoModelForCausalLM.from_pretrained(self.saved(model), quantization_config=how, **where)
+        given = {"config": model.config, "state_dict": model.state_dict(), "quantization_config": how}
+        return type(model).from_pretrained(None, **given, **where).train()
 
 
 def prepare(
@@ -210,7 +214,7 @@ def prepare(
     options = {
         "output_dir": folder, "per_device_train_batch_size": case.rows, "max_steps": steps, "bf16": not tiny,
         "use_cpu": device == "cpu", "learning_rate": case.learning_rate(tiny), **case.schedule,
-        "optim": "adamw_torch_fused", "gradient_checkpointing": case.checkpointing, "report_to": [],
+        "optim": case.optim, "gradient_checkpointing": case.checkpointing, "report_to": [],
         "gradient_accumulation_steps": 1,  # Unsloth's own default is 2
         "save_strategy": "no", "logging_steps": NEVER, "disable_tqdm": True, "seed": 7, "data_seed": 7,
         **provider.options,

@@ -4,6 +4,7 @@
     python -m benchmarks.trainer_step --cases 'sft-*,kd-*' --providers 'trl,trl_liger,ours' --time-limit 450
     python -m benchmarks.trainer_step --cases sft-qwen3-0.6b-packed --ours packing_strategy=wrapped
     python -m benchmarks.trainer_step --rows sft-qwen3-0.6b:ours lora-llama-3.2-1b:trl_liger,ours,ours:memory=balanced
+    python -m benchmarks.trainer_step --rows sft-llama-3-8b-8bit:ours,trl_liger:optim=adamw_torch_8bit
     python -m benchmarks.trainer_step --tiny                 # some of it, small enough for a CPU: does it still work
 
 A provider in a case has its own process, since Liger-Kernel and Unsloth patch module globals; the device has one at
@@ -15,8 +16,8 @@ else the row has no times.
 Unsloth pins older packages than ours do: `pip install --target DIR unsloth`, and UNSLOTH_SITE=DIR.
 
 `--ours` adds a row of ours with further options of its configuration; it may be given several times. `--rows` names the
-rows one by one, so that one call has just what is wanted. What is finished is written after every row. Exit code 1: the
-gate refused a row of ours, or it failed. 2: a name that does not exist.
+rows one by one, of any provider with or without an option, so that one call has just what is wanted. What is finished
+is written after every row. Exit code 1: the gate refused a row of ours, or it failed. 2: a name that does not exist.
 """
 
 from __future__ import annotations
@@ -334,7 +335,7 @@ def parse(
     add("--cases", help="comma-separated names or globs; default: those that --list does not mark")
     add("--providers", help=f"comma-separated names or globs; default: {providers}. {REFERENCE} always runs")
     add("--ours", action="append", default=[], metavar="KEY=VALUE,...", help="a further row of ours")
-    add("--rows", nargs="+", metavar="CASE:PROVIDERS", help="these rows; `ours:key=value` is one of ours")
+    add("--rows", nargs="+", metavar="CASE:PROVIDERS", help="these rows; `ours:key=value` is one with an option")
     add("--tiny", action="store_true", help="tiny models and rows, few steps, fp32")
     add_more(parser)
     options = parser.parse_args(argv)
@@ -359,11 +360,14 @@ def choose_rows(words: str, cases: Sequence[Case], parser: argparse.ArgumentPars
     case = next((case for case in cases if case.name == name), None)
     if case is None or not given:
         parser.error(f"--rows {words!r}: expected CASE:PROVIDER,... with a case that --list names")
-    ours = [word for word in given.split(",") if word.startswith("ours:")]
-    others = ",".join(word for word in given.split(",") if word not in ours) or case.reference
+    changed = [word for word in given.split(",") if ":" in word]
+    others = ",".join(word for word in given.split(",") if word not in changed) or case.reference
     known = PROVIDERS[case.kind]
     names = {case.reference, *matching(others, [provider.name for provider in known], "provider", parser)}
-    variants = [variant(_extra(word.removeprefix("ours:"), parser))[case.kind] for word in ours]
+    variants = []
+    for of, _, words in (word.partition(":") for word in changed):
+        for name in matching(of, [provider.name for provider in known], "provider", parser):
+            variants.append(variant(_extra(words, parser), name)[case.kind])
     return case, [*(provider for provider in known if provider.name in names), *variants]
 
 

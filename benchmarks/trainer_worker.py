@@ -68,7 +68,7 @@ class TrainerWorker:
     """A process for one row of the table."""
 
     def __init__(self, provider: str, tiny: bool):
-        if provider == "unsloth":  # before transformers, which it changes
+        if provider.startswith("unsloth"):  # before transformers, which it changes
             sys.path[:0] = unsloth_site()
             os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # which it sends over the network
             import unsloth  # noqa: F401 # pyright: ignore[reportMissingImports]

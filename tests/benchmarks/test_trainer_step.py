@@ -177,12 +177,17 @@ def test_variants_of_ours_are_rows_of_both_kinds():
 
 def test_rows_one_by_one():
     words = ["sft-qwen3-0.6b:ours", "lora-llama-3.2-1b:trl,trl_liger,ours:memory=balanced", "kd-qwen3-0.6b:ours,trl*"]
+    words.append("sft-llama-3-8b-8bit:ours,trl_liger:optim=adamw_torch_8bit")
     options = parse(["--rows", *words, "--tiny"])
     chosen = [(case.name, [provider.name for provider in providers]) for case, providers in options.rows]
     assert chosen == [
         ("sft-qwen3-0.6b", ["trl", "ours"]), ("lora-llama-3.2-1b", ["trl", "trl_liger", "ours:memory=balanced"]),
         ("kd-qwen3-0.6b", ["trl", "trl_liger", "ours"]),
+        ("sft-llama-3-8b-8bit", ["trl_liger", "ours", "trl_liger:optim=adamw_torch_8bit"]),
     ]  # fmt: skip
+    changed = options.rows[-1][1][-1]
+    assert changed.options == {"use_liger_kernel": True, "optim": "adamw_torch_8bit"} and not changed.is_ours
+    assert changed.title == "TRL SFTTrainer + Liger-Kernel, optim=adamw_torch_8bit" and changed.trainer == "sft"
 
 
 @pytest.mark.parametrize(
@@ -191,6 +196,7 @@ def test_rows_one_by_one():
         (["--rows", "nonsense:ours"], "expected CASE:PROVIDER"),
         (["--rows", "sft-qwen3-0.6b"], "expected CASE:PROVIDER"),
         (["--rows", "sft-qwen3-0.6b:nonsense"], "no provider is called 'nonsense'"),
+        (["--rows", "sft-qwen3-0.6b:nonsense:packing=true"], "no provider is called 'nonsense'"),
         (["--rows", "sft-qwen3-0.6b:ours", "--cases", "*"], "leave --cases"),
         (["--cases", "nonsense"], "no case is called 'nonsense'"),
         (["--providers", "nonsense"], "no provider is called 'nonsense'"),
@@ -281,7 +287,9 @@ def run_here(case, provider) -> Row:
 QUICK = ("sft-qwen3-0.6b-packed", "kd-qwen3-0.6b", "sft-qwen2.5-vl-3b", "dpo-qwen3-0.6b")
 
 
-@pytest.mark.parametrize("name", slow_but([case.name for case in CASES if not case.four_bit], *QUICK))
+@pytest.mark.parametrize(
+    "name", slow_but([case.name for case in CASES if not (case.four_bit or "bnb" in case.optim)], *QUICK)
+)
 def test_trainers_agree_on_tiny_models(name):
     """In fp32 they agree fifty times better than the gate asks for."""
     case = CASE[name]
