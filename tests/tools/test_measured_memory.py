@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from benchmarks import many_gpus
-from benchmarks.trainer_cases import CASES, length_of
+from benchmarks.trainer_cases import CASES, ON_POLICY, length_of
 from benchmarks.trainer_providers import lora_options
 from liger_trainer.config.run_config import check_text
 from liger_trainer.tools.estimate.estimator import MIB, highest
@@ -39,7 +39,7 @@ def measured(name: str, setting: str) -> float:
 
 def estimated(name: str, setting: str, folder: Path) -> float:
     case = next(case for case in CASES if case.name == name)
-    length = length_of(case, False)
+    length = longest = length_of(case, False)
     case.config(False).save_pretrained(folder / "model")
     settings = {
         "model_name_or_path": str(folder / "model"), "dataset_name": "rows.jsonl", "max_length": length,
@@ -49,11 +49,14 @@ def estimated(name: str, setting: str, folder: Path) -> float:
     if case.teacher:
         case.config(False, teacher=True).save_pretrained(folder / "teacher")
         settings["teacher_model_name_or_path"] = str(folder / "teacher")
+    if case.method == ON_POLICY:
+        longest = length // 3  # of a prompt
+        settings |= {"lmbda": 1.0, "max_completion_length": length - longest}
     if case.lora_dropout is not None:
         settings |= {f"lora_{key.removeprefix('lora_')}": value for key, value in lora_options(case).items()}
         settings |= {"use_peft": True, "lora_target_modules": "all-linear"}
     config = check_text(yaml.safe_dump(settings), "case.yaml", [setting] if setting else [])
-    memory = simulate(step_spec(config, length, False, True))
+    memory = simulate(step_spec(config, longest, False, True))
     return (highest(memory, Sharding())[1].bytes + (Sharding().graphs_bytes(memory) or 0)) / MIB
 
 
@@ -64,6 +67,13 @@ def estimated(name: str, setting: str, folder: Path) -> float:
 def test_estimates_are_within_a_tenth_of_what_a_gpu_held(name, setting, tmp_path):
     held = measured(name, setting)
     assert abs(estimated(name, setting, tmp_path) / held - 1) < TOLERANCE
+
+
+def test_so_is_the_estimate_of_a_step_on_what_the_student_samples(tmp_path):
+    rows = json.loads(MEASURED.with_name("on-policy-step-nvidia-h100-80gb-hbm3.json").read_text())["rows"]
+    sampled, given = rows["sampled, ours"]["held"], rows["given rows, ours"]["held"]
+    assert estimated("on-policy-qwen3-0.6b", "", tmp_path) == pytest.approx(sampled, rel=TOLERANCE)
+    assert estimated("on-policy-rows-qwen3-0.6b", "", tmp_path) == pytest.approx(given, rel=TOLERANCE)
 
 
 IN_USE = [(f"{name}-qwen3-1.7b{more}", n) for name, more in (("sft", ""), ("lora", ""), ("kd", "-8b")) for n in (1, 2)]

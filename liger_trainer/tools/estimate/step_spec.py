@@ -73,13 +73,17 @@ class Sharding:
     def graphs_bytes(self, memory: StepMemory) -> int | None:
         """Return what graphs keep besides the highest peak of one process, None without graphs.
 
-        Their memory stays through the whole step, and what is outside of it peaks separately. Under FSDP2 whole weights
-        of the layers stay too, where graphs are not ruled out, though a large batch is not recorded.
+        Their memory stays through the whole step, sampling included, and what is outside of it peaks separately.
+        Under FSDP2 whole weights of the layers stay too, where graphs are not ruled out, though a large batch is not
+        recorded.
         """
         if not memory.pools_bytes and not (self.stays and memory.whole_bytes):
             return None
         highest = max(self.share(phase, peak, memory).bytes for phase, peak in memory.peaks.items())
-        return max(0, memory.pools_bytes + self.outside_bytes(memory) - highest)
+        outside = self.outside_bytes(memory)
+        if memory.sampling is not None:  # of all rows at once, which is what is done where this memory is free
+            outside = max(outside, self.share(SAMPLING, memory.sampling, memory).bytes)
+        return max(0, memory.pools_bytes + outside - highest)
 
     def outside_bytes(self, memory: StepMemory) -> int:
         """Return the highest peak of what one process has besides its graphs' memory, with weights that stay whole."""
