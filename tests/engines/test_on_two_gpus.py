@@ -53,9 +53,10 @@ def launched(directory, engine, processes, *arms):
 
 
 def assert_same_steps(got, want, rounded=False):
-    """rounded: FSDP2 has rounded the wanted losses to bf16."""
+    """rounded: FSDP2 has rounded the wanted losses to bf16. Norms part a little as the weights do."""
     assert got["loss"] == pytest.approx(want["loss"], rel=5e-3 if rounded else 1e-3)
-    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-2)
+    assert got["grad_norm"][0] == pytest.approx(want["grad_norm"][0], rel=1e-2)
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=2e-2)
 
 
 def test_ddp_steps_are_those_of_one_gpu(models):
