@@ -100,7 +100,7 @@ def print_plan(console: Console, config: "RunConfig", facts: DataFacts, vocabula
 
 
 def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None) -> None:
-    """Print the facts about the data; repeated rows in yellow. Point out chats whose questions are learned."""
+    """Print the facts about the data; repeated rows in yellow. Point out what is easily missed."""
     data = Table(title="data", title_justify="left", show_header=False)
     data.add_column()
     data.add_column(overflow="fold")
@@ -120,6 +120,12 @@ def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None
         console.print(
             "What the user says is learned too. To learn only the answers: assistant_only_loss=true; where the chat "
             "template does not mark them, with supervised_part=content.",
+            style="yellow",
+            highlight=False,
+        )
+    if "system" in facts.columns and "system" not in facts.columns_used:
+        console.print(
+            "The column system is not read: these rows are no chats, whose first message it would be.",
             style="yellow",
             highlight=False,
         )

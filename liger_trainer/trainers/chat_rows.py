@@ -132,6 +132,11 @@ def tidy(row: dict[str, Any], images: bool) -> dict[str, Any]:
         first.insert(0, {"role": "system", "content": row["system"]})
     if "chat_template_kwargs" in row:
         new["chat_template_kwargs"] = row["chat_template_kwargs"] or {}
+    problem = tools_problem(row.get("tools"))
+    if problem:
+        raise DataError(problem)
+    if isinstance(row.get("tools"), str) and not json.loads(row["tools"] or "[]"):  # text of no tools is not empty
+        new["tools"] = None
     return new
 
 
@@ -163,6 +168,17 @@ def message_problem(message: Any, images: bool, content: str = "content") -> str
         if not text:
             return f"expected content as text or as parts of text, got a part {kind or part!r:.80}"
     return None
+
+
+def tools_problem(tools: Any) -> str | None:
+    """Return what is wrong with a row's tools, or None. Some datasets have them as JSON text, empty where are none."""
+    try:
+        read = json.loads(tools or "[]") if isinstance(tools, str) else tools
+    except ValueError:
+        read = tools
+    if read is None or isinstance(read, list):
+        return None
+    return f"column 'tools': expected a list of tools, or JSON text of one, got {tools!r:.80}"
 
 
 def no_answer(messages: list[dict[str, Any]], others: tuple[str, ...], last: bool = False) -> str | None:

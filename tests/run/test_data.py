@@ -269,6 +269,7 @@ IMAGE_PART = [{"role": "user", "content": [{"type": "image_url", "image_url": "a
         ({"messages": [*IMAGE_PART, *CHAT]}, (), "as parts of text, got a part 'image_url'"),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, (), "'weight', .*got 0.5"),
         ({"messages": CHAT, "system": 3}, (), "column 'system': expected text or null"),
+        ({"messages": CHAT, "tools": "none"}, (), "column 'tools': expected a list of tools, or JSON text"),
     ],
 )
 def test_a_wrong_chat_is_one_row_by_its_line(load, row, overrides, problem):

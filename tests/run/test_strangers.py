@@ -103,3 +103,10 @@ def test_files_that_cannot_be_read_are_named(folder, capsys):
         refused(call(capsys, "preview", "my.yaml", "dataset_name=cut.arrow"), 4, "cut.arrow: cannot be read as arrow")
     (folder / "latin.csv").write_bytes("prompt,completion\nh\u00e9,\u00f6\n".encode("latin-1"))
     refused(call(capsys, "preview", "my.yaml", "dataset_name=latin.csv"), 4, "Save it as UTF-8")
+
+
+def test_a_system_prompt_beside_plain_text_is_pointed_out(folder, capsys):
+    for name, rows in (("text", [{"prompt": f"{q} ", "completion": a} for q, a in PAIRS]), ("chat", CHATS)):
+        (folder / "systems.jsonl").write_text(lines([{**row, "system": "w1"} for row in rows]))
+        out, _ = done(call(capsys, "preview", "my.yaml", "dataset_name=systems.jsonl", "--rows", "1"))
+        assert ("The column system is not read" in out) == (name == "text")

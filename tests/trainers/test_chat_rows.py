@@ -188,6 +188,23 @@ def test_system_prompts_and_history_of_their_own_columns(run):
     assert read[0]["messages"] == [{"role": "system", "content": "s"}]
 
 
+def test_tools_as_json_text(run):
+    """Empty text, or a list of nothing, is no tools, as in datasets of tool calls whose other rows have some."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    texts = ["", "[]", json.dumps([tool]), None]
+    rows = [{**OF_MESSAGES[1], "tools": text} for text in texts]
+    assert (
+        run([{**row, "tools": text} for row, text in zip(rows, ["", "[]"] * 2, strict=True)])[1].facts.train_rows == 3
+    )
+    assert in_messages(Dataset.from_list(rows))["tools"][:] == [None, None, texts[2], None]
+    with pytest.raises(DataError, match="does not write 'tools'"):  # those that are tools still count
+        run([{**row, "tools": texts[2]} for row in rows])
+    with pytest.raises(
+        DataError, match="row 0: column 'tools': expected a list of tools, or JSON text of one, got 'f'"
+    ):
+        trainer_of([{**OF_MESSAGES[1], "tools": "f"}])
+
+
 @pytest.mark.parametrize("key", ["conversations", "messages"])
 def test_a_role_that_the_template_does_not_know_is_named_with_its_row(run, key):
     names = ("from", "value") if key == "conversations" else ("role", "content")

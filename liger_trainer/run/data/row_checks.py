@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ...errors import DataError
-from ...trainers.chat_rows import ALPACA, ALPACA_OPTIONAL, IMAGE, NO_ANSWERS, ROLES, message_problem, no_answer, tidy
+from ...trainers.chat_rows import (
+    ALPACA,
+    ALPACA_OPTIONAL,
+    IMAGE,
+    NO_ANSWERS,
+    ROLES,
+    message_problem,
+    no_answer,
+    tidy,
+    tools_problem,
+)
 from ...trainers.images import COLUMNS
 
 if TYPE_CHECKING:
@@ -282,7 +292,7 @@ def _problem(row: dict, form: str, text: str, vocabulary: int | None, learned: s
             column = "completion" if isinstance(prompt, str) else "prompt"
             return f"column {column!r}: expected text, as in the other column, got {kind_of(row[column])}"
         problem = _chat_problem(prompt, "prompt", images) or _chat_problem(completion, "completion", images)
-        return problem or _kwargs_problem(row)
+        return problem or _extras_problem(row)
     if form == "prompt" and isinstance(row["prompt"], str):
         return None
     if form == "alpaca":
@@ -290,7 +300,7 @@ def _problem(row: dict, form: str, text: str, vocabulary: int | None, learned: s
     if form == "text":
         value = row[text]
         return None if isinstance(value, str) else f"column {text!r}: expected text, got {kind_of(value)}"
-    problem = _chat_problem(row[form], form, images) or _text_problem(row, ("system",)) or _kwargs_problem(row)
+    problem = _chat_problem(row[form], form, images) or _text_problem(row, ("system",)) or _extras_problem(row)
     if problem or learned is None or form not in ("messages", "conversations"):
         return problem
     names = ("from", "value") if "from" in row[form][0] else ("role", "content")
@@ -317,10 +327,13 @@ def _text_problem(row: dict, columns: Iterable[str]) -> str | None:
     return None
 
 
-def _kwargs_problem(row: dict) -> str | None:
+def _extras_problem(row: dict) -> str | None:
+    """Check what a template takes besides messages."""
     options = row.get("chat_template_kwargs")
     wanted = "column 'chat_template_kwargs': expected a mapping or null"
-    return None if isinstance(options, (dict, type(None))) else f"{wanted}, got {kind_of(options)}"
+    if not isinstance(options, (dict, type(None))):
+        return f"{wanted}, got {kind_of(options)}"
+    return tools_problem(row.get("tools"))
 
 
 def _chat_problem(messages: Any, column: str, images: bool) -> str | None:
