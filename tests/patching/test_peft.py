@@ -77,6 +77,8 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "saved embeddings, tied": ("llama_tied", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
     "saved norms": ("llama", {"target_modules": ["up_proj"], "modules_to_save": ["norm", "post_attention_layernorm"]}),
     "saved projection": ("llama", {"target_modules": ["q_proj", "gate_proj"], "modules_to_save": ["up_proj"]}),
+    "a weight of the mlp": ("llama", {"target_modules": ["q_proj"], "target_parameters": ["up_proj.weight"]}),
+    "a weight of the attention": ("llama", {"target_modules": ["up_proj"], "target_parameters": ["v_proj.weight"]}),
     "trained tokens": ("llama", {"trainable_token_indices": TOKENS}),
     "trained tokens, tied": ("llama_tied", {"trainable_token_indices": TOKENS}),
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Trained linear layers that read one tensor, such as queries, keys and values, or gate and up, as one op.
 
 The module that holds them calls them one after the other, as before (`SharedInput`). While no gradient of their input
-is wanted, or one of them is more than its weight and bias, each is computed by its class's forward.
+is wanted, one of them is more than its weight and bias, or all are frozen, each is computed by its class's forward.
 """
 
 import ast
@@ -121,8 +121,9 @@ def _forward(module: Any, input: Tensor) -> Tensor:  # noqa: A002  its name in n
 
 
 def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
-    """Return the outputs of layers for x, None if one of them has to be called."""
-    if not all(map(_is_served, layers)):
+    """Return the outputs of layers for x, None if one of them has to be called, or none of them is trained."""
+    # Of frozen ones there is nothing to gain, and PEFT may put another weight into one for its call (target_parameters)
+    if not all(map(_is_served, layers)) or not any(layer.weight.requires_grad for layer in layers):
         return None
     return linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers])  # pyright: ignore
 
