@@ -101,14 +101,25 @@ def test_what_has_no_mass_is_not_drawn():
 
 
 def test_draws_depend_only_on_the_row_and_the_seed(tmp_path):
+    """Not on the batch. That may change the last bits of logits: numbers then move by one step of their code, and a
+    draw that lies within a rounding of the border between two tokens, one of thousands, to the other token."""
     whole = captured(tmp_path / "a", cache_kind="sampled", per_device_eval_batch_size=24)
     captured(tmp_path / "b", completions().shuffle(seed=9), cache_kind="sampled", per_device_eval_batch_size=2)
     captured(tmp_path / "c", cache_kind="sampled", seed=7)
     a, b, c = (TeacherCache(tmp_path / name) for name in "abc")
     assert a.index.fingerprints == b.index.fingerprints == c.index.fingerprints
     keys: Any = keys_of(whole)
-    assert len(keys) == 24 and all(torch.equal(a.records(key), b.records(key)) for key in keys)
-    assert not all(torch.equal(a.records(key), c.records(key)) for key in keys)
+    assert len(keys) == 24
+    moved = changed = 0
+    for key in keys:
+        one, same, other = (cache.format.decode(cache.records(key)) for cache in (a, b, c))
+        drawn_alike = (one.ids == same.ids).all(-1)
+        moved += (~drawn_alike).sum()
+        changed += (one.ids != other.ids).any(-1).sum()
+        for name in ("log_probs", "label_log_prob", "entropy"):
+            got, want = (getattr(record, name)[drawn_alike] for record in (one, same))
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert moved <= 1 and changed > 100  # of 165 tokens
 
 
 def test_logits_of_a_batch_are_never_stored_and_info_says_how_many_draws_there_are(tmp_path, monkeypatch, capsys):
