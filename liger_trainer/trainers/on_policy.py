@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from ..compat.sft_trainer import DataCollatorForLanguageModeling, with_lengths
 from ..errors import ConfigError, DataError
 from ..patching.packing.packed_rows import reads_documents
 from ..patching.patcher import base_of
@@ -255,7 +255,7 @@ class OnPolicy:
         if not packs:
             return self._collate(rows)
         few_shapes = self._collate.pad_to_multiple_of is not None and not self._trainer.aux_loss_enabled
-        batch = replace(self._collate, padding_free=True, pad_to_multiple_of=None)(rows)
+        batch = with_lengths(replace(self._collate, padding_free=True, pad_to_multiple_of=None))(rows)
         return filled_to_a_step(batch, self._collate.pad_token_id) if few_shapes else batch
 
     def _dealt(self, rows: list[dict[str, Tokens]], parts: int) -> list[dict[str, Tokens]]:

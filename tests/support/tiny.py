@@ -40,7 +40,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
     "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 8}),
-    "gemma2": ("Gemma2Config", {"head_dim": 8, "final_logit_softcapping": 2.0, "sliding_window": 8}),
+    # eager, as transformers from 5.17 on has it by itself
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 8, "final_logit_softcapping": 2.0, "sliding_window": 8, "attn_implementation": "eager"},
+    ),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 8, "final_logit_softcapping": 1.5, "sliding_window": 8}),
     "granite": ("GraniteConfig", {"logits_scaling": 2.5, "embedding_multiplier": 2.0}),
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),

@@ -113,6 +113,7 @@ def supervised(chats: list, template: str, **options) -> list[str]:
         (BARE, {"assistant_only_loss": True, "supervised_part": "content"}, "w3"),
         (BARE, {}, "<user> w1 <user> w1 <assistant> w3"),
     ],
+    ids=["marked", "content", "all"],
 )
 def test_a_marked_message_is_not_learned(mark, template, options, learned):
     chats = [answered({"content": "w2", **mark}, {"content": "w3", **dict.fromkeys(mark, 1)})] * 2
