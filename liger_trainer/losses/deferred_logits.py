@@ -92,7 +92,7 @@ class DeferredLogits:
     after: float = 1.0
     cast: torch.dtype | None = None
     autocast: tuple[torch.dtype, bool] | None = None  # under which the head was called; None: the reader's
-    grad: bool | None = None  # whether gradients were recorded then; None: as the reader does
+    recorded: bool | None = None  # whether gradients were recorded then; None: as the reader does
     memory: _Memory = None  # pyright: ignore[reportAssignmentType]  (a factory of defaults torch.compile cannot trace)
     base: "DeferredLogits | None" = None  # what this is a view of
     views: tuple[tuple[str, tuple], ...] = ()  # methods that make it of that
@@ -107,7 +107,7 @@ class DeferredLogits:
         kind = hidden.device.type
         autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         return cls(
-            hidden, head, project, forward, autocast=autocast, grad=torch.is_grad_enabled(), memory=_Memory(None)
+            hidden, head, project, forward, autocast=autocast, recorded=torch.is_grad_enabled(), memory=_Memory(None)
         )
 
     @property
@@ -263,6 +263,15 @@ class DeferredLogits:
         """Assign in place, as a model does to rule tokens out."""
         _applied("assignment to some of them", operator.setitem, (self, index, value))
 
+    def retain_grad(self) -> None:
+        """Keep the gradient that reaches the logits. That of a fused loss does not: it is computed without them."""
+        self.become_real("retain_grad")
+        self.compute().retain_grad()
+
+    def __reduce_ex__(self, protocol):
+        """Copies and files (`torch.save`) have the tensor, without the head that computes it."""
+        return self.compute("a copy or a file").__reduce_ex__(protocol)
+
     @property
     def stored(self) -> bool:
         """Whether the logits are real, so that hidden states and head no longer describe them."""
@@ -300,7 +309,7 @@ class DeferredLogits:
     @contextlib.contextmanager
     def _as_then(self) -> Iterator[None]:
         """Within the context, products run under the autocast of the forward, with gradients if it had them."""
-        grad = torch.is_grad_enabled() if self.grad is None else self.grad
+        grad = torch.is_grad_enabled() if self.recorded is None else self.recorded
         with torch.set_grad_enabled(grad), self.autocasting():
             yield
 

@@ -1,6 +1,7 @@
 """Deferred logits against real ones, operation by operation; and heads that cannot be deferred."""
 
 import contextlib
+import copy
 import warnings
 
 import pytest
@@ -203,6 +204,21 @@ def test_what_is_read_later_carries_gradients_has_a_length_and_rows(hidden):
     torch.testing.assert_close(torch.stack(list(logits)), toy.head(hidden) / 2)
 
 
+def test_a_gradient_that_is_retained_and_files_and_copies_are_those_of_a_tensor(hidden, tmp_path):
+    toy = Toy()
+    with deferred_logits(toy):
+        logits = toy.head(hidden) / 2
+    want = toy.head(hidden) / 2
+    torch.save(logits, tmp_path / "logits.pt")
+    for got in (torch.load(tmp_path / "logits.pt"), copy.copy(logits), copy.deepcopy(logits.detach())):
+        assert type(got) is torch.Tensor
+        torch.testing.assert_close(got, want)
+    for x in (logits, want):
+        x.retain_grad()
+        (x * x).sum().backward()
+    torch.testing.assert_close(logits.grad, 2 * want.detach())
+
+
 def test_only_this_head_is_changed_and_its_own_again_after_an_error(hidden):
     toy, other = Toy(), Toy()
     with contextlib.suppress(RuntimeError), deferred_logits(toy):
@@ -363,8 +379,8 @@ def _other_name(x):
 
 
 def _copies(x):
-    for copy in (x * 1.0, x[ROWS], x[:, [0, 2]], x[:, :-1].contiguous(), x[:, :-1].reshape(-1, V), x.to(torch.float64)):
-        copy.zero_()
+    for each in (x * 1.0, x[ROWS], x[:, [0, 2]], x[:, :-1].contiguous(), x[:, :-1].reshape(-1, V), x.to(torch.float64)):
+        each.zero_()
 
 
 WRITES = {
