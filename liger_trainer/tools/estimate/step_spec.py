@@ -73,9 +73,8 @@ class Sharding:
     def graphs_bytes(self, memory: StepMemory) -> int | None:
         """Return what graphs keep besides the highest peak of one process, None without graphs.
 
-        Their memory stays through the whole step, sampling included, and what is outside of it peaks separately.
-        Under FSDP2 whole weights of the layers stay too, where graphs are not ruled out, though a large batch is not
-        recorded.
+        Their memory stays through the whole step, sampling included; what is outside of it peaks separately. Under
+        FSDP2 whole weights of the layers stay too where graphs are not ruled out, though a large batch is not recorded.
         """
         if not memory.pools_bytes and not (self.stays and memory.whole_bytes):
             return None
@@ -239,7 +238,6 @@ DEMO_CONFIG = {
 CHUNK_BYTES = 4 * 2**27  # of the logits that a capture computes at a time; teachers/cache/reader.py
 
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-
 
 # optimizers of bitsandbytes, by the number of moments that they keep of each weight
 _MOMENTS = {
