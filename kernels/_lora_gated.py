@@ -27,7 +27,7 @@ from ._gated import activate
 from ._triton import Launch, remembered, tl, triton
 from ._tuning import SHAPES
 
-MOST_RANK = 16  # what was measured. The kernels take 64 too, where 3 r numbers a column fill the backward's registers.
+MOST_RANK = 64  # beyond, the three factors' sums of a column do not fit into the backward's registers
 
 
 # rows and columns of a tile, warps, tiles that are loaded ahead, and programs wanted

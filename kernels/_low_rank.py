@@ -6,9 +6,11 @@
 
 Shapes    x: (N, K)  W: (O, K)  A: (r, K)  B: (O, r)  y: (N, O)  values, g: (N, slots, r)
 Method    The A of all adapters are one matrix, so x is read once for them, and once for dA. The products themselves add
-          the terms of y and dx (addmm_), so nothing else of their size is made. s_j is in x A_j^T and g_j. W and b are
-          frozen: W has no gradient. Under autocast A and B are cast once, and kept for the backward. An x that an
-          RMSNorm made of rows u, x = rstd * u * w, is not made again for dA in bf16: dA = ((g * rstd)^T u) * w.
+          the terms of y and dx (addmm_), so nothing else of their size is made. Where y or dx is larger than a GPU's
+          cache, the term comes first and the base product adds itself: as it is written, it reads what is there. s_j is
+          in x A_j^T and g_j. W and b are frozen: W has no gradient. Under autocast A and B are cast once, and kept for
+          the backward. An x that an RMSNorm made of rows u, x = rstd * u * w, is not made again for dA in bf16:
+          dA = ((g * rstd)^T u) * w.
 Numerics  y and dx are in the dtype of the base product; each term is rounded as it is added. If adapters have that
           dtype, or under autocast, everything has it. By default PEFT makes adapters wider than x (fp32 over a bf16
           base). Then x A^T, g and the gradients have the adapters' precision, as in PEFT's own forward, but x is not
@@ -35,6 +37,7 @@ from ._triton import Launch, remembered, tl, triton, use_triton
 from ._tuning import SHAPES
 
 BLOCK, WARPS = SHAPES.SPLIT
+TERM_FIRST = SHAPES.TERM_FIRST
 
 
 class Adapter(NamedTuple):
@@ -465,13 +468,24 @@ def project(x: Tensor, stack: Stack, values: Tensor | None, numerics: Numerics) 
     """Return y of each projection, with the terms of all adapters if there are values. x: (N, K) in `compute`."""
     outputs, columns = [], _adapter_columns(stack)
     for p in stack.projections:
-        y = F.linear(x, p.dense(numerics.compute), None if p.bias is None else p.bias.to(numerics.compute))
-        if values is not None:
-            for _ in p.adapters:
-                adapter, place = next(columns)  # this adapter's columns of R
+        w, terms = p.dense(numerics.compute), () if values is None else p.adapters
+        is_last = bool(terms) and p.bias is None and _is_term_first(len(x) * len(w), numerics)
+        y = None if is_last else F.linear(x, w, None if p.bias is None else p.bias.to(numerics.compute))
+        for _ in terms:
+            adapter, place = next(columns)  # this adapter's columns of R
+            assert values is not None
+            if y is None:
+                y = values[:, 0, place] @ adapter.b.t()
+            else:
                 add(y, values[..., place], adapter.b.t(), numerics)
-        outputs.append(y)
+        assert y is not None
+        outputs.append(y.addmm_(x, w.t()) if is_last else y)
     return outputs
+
+
+def _is_term_first(numbers: int, numerics: Numerics) -> bool:
+    """Whether an adapter's term of so many numbers is written before the base product is added to it."""
+    return numerics.rank == numerics.compute and numbers >= TERM_FIRST
 
 
 def values_of(x: Tensor, stack: Stack, masks: Masks, numerics: Numerics) -> Tensor | None:
@@ -507,14 +521,26 @@ def rank_gradients(
     return g, gradients
 
 
-def input_gradient(dys: Sequence[Tensor], stack: Stack, numerics: Numerics) -> Tensor:
-    """Return the base layers' part of dx (N, K), the gradient of `project`'s input."""
-    first, *rest = zip(dys, stack.projections, strict=True)
-    dx = first[0] @ first[1].dense(numerics.compute)
-    for dy, p in rest:
+def input_gradient(dys: Sequence[Tensor], stack: Stack, numerics: Numerics, dx: Tensor | None = None) -> Tensor:
+    """Return the base layers' part of dx (N, K), the gradient of `project`'s input, added to `dx` if it is given."""
+    for dy, p in zip(dys, stack.projections, strict=True):
+        w = p.dense(numerics.compute)
         # Adds in place: a sum of separate tensors would read and write dx twice more.
-        dx.addmm_(dy, p.dense(numerics.compute))
+        dx = dy @ w if dx is None else dx.addmm_(dy, w)
+    assert dx is not None
     return dx
+
+
+def input_and_a_gradients(
+    dys: Sequence[Tensor], g: Tensor | None, x: Tensor | Scaled | None, stack: Stack, masks: Masks, numerics: Numerics,
+    need_x: bool,
+) -> tuple[Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
+    """Return (dx (N, K), if needed; dA of each adapter, unless x is None)."""
+    term = None
+    if need_x and g is not None and stack.a is not None and masks.seed is None:
+        term = g[:, 0] @ stack.a if _is_term_first(len(g) * stack.a.shape[1], numerics) else None
+    dx = input_gradient(dys, stack, numerics, term) if need_x else None
+    return dx, a_gradients(g, x, dx if term is None else None, stack, masks, numerics)
 
 
 def a_gradients(

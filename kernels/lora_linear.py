@@ -22,11 +22,10 @@ from ._low_rank import (
     Masks,
     Numerics,
     Projection,
-    a_gradients,
     adapters_of,
     as_matrix,
     check_projection,
-    input_gradient,
+    input_and_a_gradients,
     input_of_a,
     layout_of,
     project,
@@ -90,9 +89,8 @@ class LoraLinearFunction(torch.autograd.Function):
         dys = [as_matrix(dy, numerics.compute) for dy in gradients]
         # g = s dy B: needed for dA and for the adapters' part of dx
         g, dbs = rank_gradients(dys, values, stack, needs[1::2], need_x or any(needs[::2]), numerics)
-        dx = input_gradient(dys, stack, numerics) if need_x else None
         flat = input_of_a(ctx.source, sources, numerics, seed) if any(needs[::2]) else None
-        das = a_gradients(g, flat, dx, stack, Masks(seed), numerics)  # also adds the adapters' part to dx
+        dx, das = input_and_a_gradients(dys, g, flat, stack, Masks(seed), numerics, need_x)
         return None if dx is None else dx.view(ctx.shape), None, *interleaved(das, dbs, needs)
 
 

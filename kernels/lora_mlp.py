@@ -35,6 +35,7 @@ from ._low_rank import (
     adapters_of,
     as_matrix,
     check_projection,
+    input_and_a_gradients,
     input_gradient,
     input_of_a,
     layout_of,
@@ -106,9 +107,8 @@ class LoraMLPFunction(torch.autograd.Function):
         dys, first_dbs, down_gradient = _through_down(ctx, dy_rows, hidden, h_values, terms, down, h_masks, down_needs)
         needs_b = needs[1::2] if terms is None else [False] * len(first.adapters)
         g, dbs = rank_gradients(dys, values, first, needs_b, need_x or any(needs[::2]), numerics)
-        dx = input_gradient(dys, first, numerics) if need_x else None
         flat = input_of_a(ctx.source, sources, numerics, seed) if any(needs[::2]) else None
-        das = a_gradients(g, flat, dx, first, masks, numerics)
+        dx, das = input_and_a_gradients(dys, g, flat, first, masks, numerics, need_x)
         dx = None if dx is None else dx.view(*dy.shape[:-1], dx.shape[-1])
         return dx, None, None, None, None, *interleaved(das, first_dbs or dbs, needs), *down_gradient
 

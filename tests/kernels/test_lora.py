@@ -127,6 +127,30 @@ def test_adapters_are_cast_once(fp32):
     assert "aten::_foreach_copy_" not in operations.seen
 
 
+OF_LAYERS = [name for name in CASES if name.startswith(("lora_linear", "lora_mlp"))]
+
+
+@pytest.mark.parametrize("name", OF_LAYERS)
+def test_terms_that_are_written_before_the_base_products(place, monkeypatch, name):
+    """As for results that are larger than a cache: every output and gradient against fp64."""
+    case = CASES[name]
+    monkeypatch.setattr(_low_rank, "TERM_FIRST", 0)
+    tensors = case.inputs(place)
+    check(case.function, case.reference, tensors, None, leaves=case.leaves_of(tensors), **case.options)
+
+
+def test_a_term_that_comes_first_is_not_added_later(fp32, monkeypatch):
+    """Of two adapters the second is, and of a layer with a bias both, to y; to dx nothing."""
+    added, add = [], _low_rank.add
+    monkeypatch.setattr(_low_rank, "add", lambda y, *rest: (added.append(tuple(y.shape)), add(y, *rest))[1])
+    for form, rows, expected in (("", 0, 0), ("two adapters", 0, 1), ("bias", 0, 1), ("", 10**9, 2)):
+        monkeypatch.setattr(_low_rank, "TERM_FIRST", rows)
+        case = CASES[f"lora_linear, {form}" if form else "lora_linear"]
+        tensors, _ = case.inputs(fp32), added.clear()
+        evaluate(case.function, tensors, None, leaves=case.leaves_of(tensors), **case.options)
+        assert len(added) == expected, form
+
+
 def test_layers_of_one_input_share_its_products(fp32):
     """One product for all A; x is read once for the three dA."""
     tensors = LINEARS.inputs(fp32)
