@@ -70,6 +70,12 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict = {}
 
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        """JSON, which is YAML, may write a character beyond 16 bits as two escapes."""
+        node = super().compose_scalar_node(anchor)
+        node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+        return node
+
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
@@ -254,7 +260,7 @@ def parse_overrides(arguments: list[str]) -> ParsedSettings:
             parsed.findings.append(Finding(COMMAND_LINE, "", message))
             continue
         try:
-            values = [parse_yaml(text) for text in texts]
+            values = [_of_words(text) for text in texts]
         except (yaml.YAMLError, ValueError):
             # An unquoted list comes in several words.
             split = " ".join(texts).lstrip()[:1] in ("[", "{")  # by the shell, at its first space
@@ -269,6 +275,14 @@ def parse_overrides(arguments: list[str]) -> ParsedSettings:
         value = True if not values else values[0] if len(values) == 1 else values
         parsed.values[key.replace("-", "_")] = Setting(value, COMMAND_LINE)
     return parsed
+
+
+def _of_words(text: str) -> Any:
+    """Return the value of an argument. Text has no comments and no anchors: a folder may be called `exp #2`."""
+    value, text = parse_yaml(text), text.strip()
+    if value is None:
+        return None if text.partition(" #")[0].rstrip() in ("", "~", "null", "Null", "NULL") else text
+    return text if isinstance(value, str) and text[0] not in "'\"|>!&*" else value
 
 
 def inline(value: Any) -> str:

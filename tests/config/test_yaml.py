@@ -1,5 +1,6 @@
 """Reading YAML and the words of a command line: what is accepted, and what hostile or broken input is told."""
 
+import json
 import re
 import time
 
@@ -92,6 +93,29 @@ def test_forms_of_overrides():
         "a": "b=c", "x": [1, 2], "modules": ["q", "v"], "flag": True, "neg": -1, "rate": 2e-4, "none": None,
         "lora_r": 4, "list": ["u", "v"], "gone": DROPPED,
     }  # fmt: skip
+
+
+def test_text_of_an_argument_is_kept_whole():
+    words = [
+        "a=exp #2",
+        "--b",
+        "#1",
+        "c=&c",
+        "d=x\ny",
+        "e='q #1' # said",
+        "f=1e-4 # low",
+        "g=null # none",
+        "h=a#b",
+        "i= x ",
+    ]
+    assert [setting.value for setting in parse_overrides(words).values.values()] == [
+        "exp #2", "#1", "&c", "x\ny", "q #1", 1e-4, None, "a#b", "x",
+    ]  # fmt: skip
+
+
+def test_json_escapes_of_one_character_are_one():
+    text = json.dumps({"a": "\U0001f98a é", "\U0001f98a": [1]})
+    assert {key: setting.value for key, setting in read_settings(text, "run.json")[0].items()} == json.loads(text)
 
 
 @pytest.mark.parametrize(
