@@ -41,11 +41,13 @@ HOPPER = Architecture(
     "Hopper",
     227 * 1024,
     attention={
-        "forward": {128: (64, 32, 4, 3), 256: (64, 32, 4, 2)},
-        "dq": {64: (64, 32, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)},
-        "dkdv": {128: (64, 64, 4, 2), 256: (64, 32, 4, 2)},
+        "forward": {128: (64, 32, 4, 3), 256: (64, 32, 4, 2), 512: (64, 32, 8, 2)},
+        "dq": {64: (64, 32, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2), 512: (64, 32, 8, 1)},
+        "dkdv": {128: (64, 64, 4, 2), 256: (32, 64, 8, 2)},
+        "dk": {512: (32, 64, 8, 1)},
+        "dv": {512: (32, 64, 8, 1)},
     },
-    attention_exact={256: (32, 32, 4, 1)},
+    attention_exact={256: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     decode={64: (32, 4, 3), 256: (64, 4, 2)},
     decode_bytes=32 * 1024,
     norm_stages=(3, 2),
@@ -58,11 +60,13 @@ GA10X = Architecture(
     "Ampere (GA10x)",
     99 * 1024,
     attention={
-        "forward": HOPPER.attention["forward"],
-        "dq": HOPPER.attention["dq"] | {256: (32, 32, 4, 2)},
+        "forward": HOPPER.attention["forward"] | {512: (16, 32, 4, 1)},
+        "dq": HOPPER.attention["dq"] | {256: (32, 32, 4, 2), 512: (16, 16, 4, 1)},
         "dkdv": HOPPER.attention["dkdv"] | {256: (32, 32, 4, 2)},
+        "dk": {512: (16, 16, 4, 1)},
+        "dv": {512: (16, 16, 4, 1)},
     },
-    attention_exact={128: (32, 32, 4, 1), 256: (16, 16, 4, 1)},
+    attention_exact={128: (32, 32, 4, 1), 256: (16, 16, 4, 1), 512: (16, 16, 4, 1)},
     decode=HOPPER.decode,
     decode_bytes=16 * 1024,
     norm_stages=(2, 1),
@@ -147,7 +151,9 @@ class H100:
     SPLIT = 1024, 4  # numbers of a program that splits fp32 into bf16, and warps; not swept
     EXPERTS_ADD, EXPERTS_COMBINE = (64, 128, 4), 1024  # rows, columns, warps; columns (f283d92)
 
-    ATTENTION_BOUNDS = 256  # tokens a program of attention within documents; not swept
+    # Attention within documents: tokens a program of bounds, and at a time of the sinks' gradient; programs of dk and
+    # dv that give each multiprocessor two. Not swept.
+    ATTENTION_BOUNDS, ATTENTION_SINKS, ATTENTION_PROGRAMS = 256, 1024, 264
 
     # Sampling: tiles of a row of logits, columns at a time, warps (not swept).
     DRAW_TOKENS = 16, 1024, 4

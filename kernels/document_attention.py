@@ -1,32 +1,42 @@
-"""Causal attention within documents that lie end to end: packed rows without a mask, whatever their number.
+"""Causal attention within documents that lie end to end, packed or all of one length, without a mask: with windows,
+sinks and capped scores.
 
-    o_i = sum over j of softmax(scale * q_i k_j) v_j,   j from the document's first token, or i - window + 1, to i
+    u_ij = scale * q_i k_j, or softcap * tanh(that / softcap)
+    p_ij = exp(u_ij) / (exp(sink) + sum over j of exp(u_ij)),   o_i = sum over j of p_ij v_j
+    j from the document's first token, or i - window + 1, to i; without a sink no exp(sink)
 
-Shapes    q, o: (T, Hq, D)   k, v: (T, Hk, D), Hq a multiple of Hk   bounds: (2, T) int32   lse, delta: (Hq, T) fp32
-Method    each token knows where its document begins and ends (`document_bounds`), so the grid depends only on T and a
-          CUDA graph serves any number of documents. A program has BLOCK_M queries of one head and walks over the keys
-          from the first document that begins in or before the block; blocks that all its queries see whole take no
-          mask. Backward: one kernel for dq and o . do, one for dk and dv that walks over the queries of all heads of a
-          key's group, so that nothing is added by atomics and results are the same every time.
+    d sink = - sum over i of exp(sink) / (...) * delta_i,   delta_i = o_i . do_i;   du_ij = p_ij (do_i . v_j - delta_i)
+
+Shapes    q, o: (T, Hq, D)   k, v: (T, Hk, D), Hq a multiple of Hk   sinks: (Hq,)   bounds: (2, T) int32
+          lse, delta: (Hq, T) fp32
+Method    each token knows where its document begins and ends (`document_bounds`, or by division where all have one
+          length), so the grid depends only on T and a CUDA graph serves any number of documents. A program has BLOCK_M
+          queries of one head and walks over the keys from the first that one of them sees; blocks that all its queries
+          see whole take no mask. A sink is what the sum begins with. Backward: one kernel for dq and o . do, one for dk
+          and dv that walks over the queries of all heads of a key's group, so that nothing is added by atomics and
+          results are the same every time. Where this leaves multiprocessors idle, a group's heads are shared among
+          programs, whose fp32 parts are added up in one order. Beyond 256 columns dk and dv no longer lie in registers
+          side by side, and each has its own kernel.
 Numerics  scores, softmax and sums in fp32, base 2; probabilities and their gradients are cast to the inputs' dtype for
           the matrix products, as FlashAttention does
 Traffic   forward (2 Hq + 2 Hk) D elements a token, backward twice that; q, k, v, o and lse are saved
-Source    FlashAttention-2 (Dao 2023, arXiv:2307.08691), whose variable-length form counts documents in its grid
+Source    FlashAttention-2 (Dao 2023, arXiv:2307.08691), whose variable-length form counts documents in its grid;
+          sinks: Xiao et al. 2023, arXiv:2309.17453, learned as in gpt-oss; capped scores: Gemma 2, arXiv:2408.00118
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._autograd import check_dtypes, first_order, stats_dtype
-from ._logits import LOG2E
+from ._logits import LOG2E, transformed
 from ._triton import Launch, remembered, tl, triton, use_triton
 from ._tuning import SHAPES, Architecture, architecture_of
 
-WIDEST = 256  # D
-BOUNDS_BLOCK = SHAPES.ATTENTION_BOUNDS
+WIDEST = 512  # D
+TOGETHER = 256  # D up to which dk and dv lie in registers side by side
+BOUNDS_BLOCK, SINKS_BLOCK, PROGRAMS = SHAPES.ATTENTION_BOUNDS, SHAPES.ATTENTION_SINKS, SHAPES.ATTENTION_PROGRAMS
 
 
 class Tiles(NamedTuple):
@@ -39,19 +49,25 @@ class Tiles(NamedTuple):
 
 
 def document_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *, scale: float | None = None, window: int | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor | int, *, scale: float | None = None, window: int | None = None,
+    sinks: Tensor | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Return in plain torch what the op must equal, with a mask of T x T. Tests and benchmarks import this."""
-    first, _ = document_bounds_reference(ends, q.shape[0])
-    at = torch.arange(q.shape[0], device=q.device)
+    T, dtype = q.shape[0], stats_dtype(q.dtype)
+    at = torch.arange(T, device=q.device)
+    first = at // ends * ends if isinstance(ends, int) else document_bounds_reference(ends, T)[0]
     seen = (at >= first[:, None]) & (at <= at[:, None])
     if window is not None:
         seen &= at > at[:, None] - window
-    dtype = stats_dtype(q.dtype)
     queries, keys, values = (x.to(dtype).transpose(0, 1) for x in (q, k, v))
     keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 0) for x in (keys, values))
     scores = queries @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)  # (Hq, T, T)
-    return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ values).transpose(0, 1).to(q.dtype)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:  # the score of a key without a value
+        scores = torch.cat([scores, sinks.to(dtype)[:, None, None].expand(-1, T, 1)], -1)
+    return (scores.softmax(-1)[..., :T] @ values).transpose(0, 1).to(q.dtype)
 
 
 def document_bounds_reference(ends: Tensor, T: int) -> Tensor:
@@ -91,12 +107,23 @@ def _store_rows(base, x, rows, stride, T, D: tl.constexpr, BLOCK_D: tl.constexpr
 
 
 @triton.jit
-def _first_seen(bounds_ptr, rows, T, window, WINDOW: tl.constexpr):
-    """Return the first key that each query sees. Queries beyond T see themselves."""
-    first = tl.load(bounds_ptr + rows, mask=rows < T, other=2147483647)
+def _first_seen(bounds_ptr, rows, T, length, window, WINDOW: tl.constexpr):
+    """Return the first key that each query sees. Queries beyond T see keys beyond T."""
+    if bounds_ptr is None:
+        first = rows // length * length  # T is a multiple of it
+    else:
+        first = tl.load(bounds_ptr + rows, mask=rows < T, other=2147483647)
     if WINDOW:  # a token is the last of the `window` that it sees
         first = tl.maximum(first, rows - window + 1)
     return tl.minimum(first, rows)
+
+
+@triton.jit
+def _document_end(bounds_ptr, at, T, length):
+    if bounds_ptr is None:
+        return (at // length + 1) * length
+    else:
+        return tl.load(bounds_ptr + T + at)
 
 
 @triton.jit
@@ -121,24 +148,27 @@ def _product(a, b, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _scores(q, k, rows, keys, first, scale, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """Return scores in base 2, (queries, keys)."""
-    s = _product(q, tl.trans(k), EXACT) * scale  # scale holds log2 e
+def _scores(
+    q, k, rows, keys, first, scale, softcap, CAP: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """Return scores in base 2, (queries, keys), and what a softcap leaves of the products' gradient."""
+    s, slope = transformed(_product(q, tl.trans(k), EXACT), scale, softcap, CAP, True)
     if MASKED:
         seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= rows[:, None])
-        s = tl.where(seen, s, float("-inf"))
-    return s
+        s = tl.where(seen, s, float("-inf"))  # after the softcap, whose slope stays finite
+    return s, slope
 
 
 @triton.jit
 def _attend(
-    acc, top, total, q, k_base, v_base, k_row, v_row, begin, end, rows, first, scale, T,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+    acc, top, total, q, k_base, v_base, k_row, v_row, begin, end, rows, first, scale, softcap, T,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     for n0 in range(begin, end, BLOCK_N):
         keys = n0 + tl.arange(0, BLOCK_N)
         k = _load_rows(k_base, keys, k_row, T, D, BLOCK_D)
-        s = _scores(q, k, rows, keys, first, scale, MASKED, EXACT)
+        s, _ = _scores(q, k, rows, keys, first, scale, softcap, CAP, MASKED, EXACT)
         higher = tl.maximum(top, tl.max(s, 1))
         shift = higher  # what is subtracted from the scores
         if MASKED:
@@ -155,32 +185,36 @@ def _attend(
 
 @triton.jit
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, bounds_ptr,
-    T, q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, scale, window,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, bounds_ptr,
+    T, q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, length, scale, softcap, window,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, EXACT: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     m0 = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1).to(tl.int64)
     rows = m0 + tl.arange(0, BLOCK_M)
-    first = _first_seen(bounds_ptr, rows, T, window, WINDOW)
+    first = _first_seen(bounds_ptr, rows, T, length, window, WINDOW)
     begin, whole, past, end = _key_ranges(first, m0, T, BLOCK_M, BLOCK_N)
     q = _load_rows(q_ptr + head * q_head, rows, q_row, T, D, BLOCK_D)
     k_base, v_base = k_ptr + head // GROUP * k_head, v_ptr + head // GROUP * v_head
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    if sinks_ptr is None:
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+    else:  # as if the sink were the first key, one without a value
+        top = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        total = tl.full((BLOCK_M,), 1.0, tl.float32)
     acc, top, total = _attend(
-        acc, top, total, q, k_base, v_base, k_row, v_row, begin, whole, rows, first, scale, T,
-        D, BLOCK_D, BLOCK_N, True, EXACT,
+        acc, top, total, q, k_base, v_base, k_row, v_row, begin, whole, rows, first, scale, softcap, T,
+        D, BLOCK_D, BLOCK_N, CAP, True, EXACT,
     )  # fmt: skip
     acc, top, total = _attend(
-        acc, top, total, q, k_base, v_base, k_row, v_row, whole, past, rows, first, scale, T,
-        D, BLOCK_D, BLOCK_N, False, EXACT,
+        acc, top, total, q, k_base, v_base, k_row, v_row, whole, past, rows, first, scale, softcap, T,
+        D, BLOCK_D, BLOCK_N, CAP, False, EXACT,
     )  # fmt: skip
     acc, top, total = _attend(
-        acc, top, total, q, k_base, v_base, k_row, v_row, past, end, rows, first, scale, T,
-        D, BLOCK_D, BLOCK_N, True, EXACT,
+        acc, top, total, q, k_base, v_base, k_row, v_row, past, end, rows, first, scale, softcap, T,
+        D, BLOCK_D, BLOCK_N, CAP, True, EXACT,
     )  # fmt: skip
     total = tl.where(rows < T, total, 1.0)  # rows beyond T have no keys, and are not stored: avoid 0 / 0
     _store_rows(o_ptr + head * o_head, acc / total[:, None], rows, o_row, T, D, BLOCK_D)
@@ -189,15 +223,18 @@ def _forward_kernel(
 
 @triton.jit
 def _add_dq(
-    dq, q, do, lse, delta, k_base, v_base, k_row, v_row, begin, end, rows, first, scale, T,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+    dq, q, do, lse, delta, k_base, v_base, k_row, v_row, begin, end, rows, first, scale, softcap, T,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     for n0 in range(begin, end, BLOCK_N):
         keys = n0 + tl.arange(0, BLOCK_N)
         k = _load_rows(k_base, keys, k_row, T, D, BLOCK_D)
         v = _load_rows(v_base, keys, v_row, T, D, BLOCK_D)
-        p = tl.exp2(_scores(q, k, rows, keys, first, scale, MASKED, EXACT) - lse[:, None])
-        ds = p * (_product(do, tl.trans(v), EXACT) - delta[:, None])  # softmax's backward
+        s, slope = _scores(q, k, rows, keys, first, scale, softcap, CAP, MASKED, EXACT)
+        ds = tl.exp2(s - lse[:, None]) * (_product(do, tl.trans(v), EXACT) - delta[:, None])  # softmax's backward
+        if CAP:
+            ds *= slope
         dq += _product(ds.to(k.dtype), k, EXACT)
     return dq
 
@@ -205,14 +242,15 @@ def _add_dq(
 @triton.jit
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, bounds_ptr,
-    T, q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, do_row, do_head, dq_row, dq_head, scale, window,
+    T, q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, do_row, do_head, dq_row, dq_head, length,
+    scale, softcap, window,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, EXACT: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     m0 = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1).to(tl.int64)
     rows = m0 + tl.arange(0, BLOCK_M)
-    first = _first_seen(bounds_ptr, rows, T, window, WINDOW)
+    first = _first_seen(bounds_ptr, rows, T, length, window, WINDOW)
     begin, whole, past, end = _key_ranges(first, m0, T, BLOCK_M, BLOCK_N)
     o = _load_rows(o_ptr + head * o_head, rows, o_row, T, D, BLOCK_D).to(tl.float32)
     do = _load_rows(do_ptr + head * do_head, rows, do_row, T, D, BLOCK_D)
@@ -223,60 +261,71 @@ def _dq_kernel(
     k_base, v_base = k_ptr + head // GROUP * k_head, v_ptr + head // GROUP * v_head
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     dq = _add_dq(
-        dq, q, do, lse, delta, k_base, v_base, k_row, v_row, begin, whole, rows, first, scale, T,
-        D, BLOCK_D, BLOCK_N, True, EXACT,
+        dq, q, do, lse, delta, k_base, v_base, k_row, v_row, begin, whole, rows, first, scale, softcap, T,
+        D, BLOCK_D, BLOCK_N, CAP, True, EXACT,
     )  # fmt: skip
     dq = _add_dq(
-        dq, q, do, lse, delta, k_base, v_base, k_row, v_row, whole, past, rows, first, scale, T,
-        D, BLOCK_D, BLOCK_N, False, EXACT,
+        dq, q, do, lse, delta, k_base, v_base, k_row, v_row, whole, past, rows, first, scale, softcap, T,
+        D, BLOCK_D, BLOCK_N, CAP, False, EXACT,
     )  # fmt: skip
     dq = _add_dq(
-        dq, q, do, lse, delta, k_base, v_base, k_row, v_row, past, end, rows, first, scale, T,
-        D, BLOCK_D, BLOCK_N, True, EXACT,
+        dq, q, do, lse, delta, k_base, v_base, k_row, v_row, past, end, rows, first, scale, softcap, T,
+        D, BLOCK_D, BLOCK_N, CAP, True, EXACT,
     )  # fmt: skip
-    _store_rows(dq_ptr + head * dq_head, dq * (scale / LOG2E), rows, dq_row, T, D, BLOCK_D)
+    if not CAP:  # whose slope holds the scale
+        dq *= scale
+    _store_rows(dq_ptr + head * dq_head, dq, rows, dq_row, T, D, BLOCK_D)
 
 
 @triton.jit
 def _add_dkdv(
-    dk, dv, k, v, q_base, do_base, lse_base, delta_base, bounds_ptr, q_row, do_row, begin, end, keys, scale, window, T,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-    EXACT: tl.constexpr,
+    dk, dv, k, v, q_base, do_base, lse_base, delta_base, bounds_ptr, q_row, do_row, begin, end, keys, length, scale,
+    softcap, window, T,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     for m0 in range(begin, end, BLOCK_M):
         rows = m0 + tl.arange(0, BLOCK_M)
         q = _load_rows(q_base, rows, q_row, T, D, BLOCK_D)
         do = _load_rows(do_base, rows, do_row, T, D, BLOCK_D)
         lse = tl.load(lse_base + rows, mask=rows < T, other=0.0)
-        delta = tl.load(delta_base + rows, mask=rows < T, other=0.0)
         # (keys, queries), so that what comes out is the first operand of the next product as it is
-        s = _product(k, tl.trans(q), EXACT) * scale
+        s, slope = transformed(_product(k, tl.trans(q), EXACT), scale, softcap, CAP, True)
         if MASKED:
-            first = _first_seen(bounds_ptr, rows, T, window, WINDOW)
+            first = _first_seen(bounds_ptr, rows, T, length, window, WINDOW)
             seen = (keys[:, None] >= first[None, :]) & (keys[:, None] <= rows[None, :])
             s = tl.where(seen, s, float("-inf"))
         p = tl.exp2(s - lse[None, :])
-        dv += _product(p.to(do.dtype), do, EXACT)
-        ds = p * (_product(v, tl.trans(do), EXACT) - delta[None, :])
-        dk += _product(ds.to(q.dtype), q, EXACT)
+        if VALUES:
+            dv += _product(p.to(do.dtype), do, EXACT)
+        if KEYS:
+            delta = tl.load(delta_base + rows, mask=rows < T, other=0.0)
+            ds = p * (_product(v, tl.trans(do), EXACT) - delta[None, :])
+            if CAP:
+                ds *= slope
+            dk += _product(ds.to(q.dtype), q, EXACT)
     return dk, dv
 
 
 @triton.jit
 def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, bounds_ptr,
-    T, q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head, dk_row, dk_head, dv_row, dv_head, scale, window,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, EXACT: tl.constexpr,
+    T, q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head, dk_row, dk_head, dv_row, dv_head, part_numbers,
+    length, scale, softcap, window,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     n0 = tl.program_id(0) * BLOCK_N
-    group = tl.program_id(1).to(tl.int64)
+    group, part = tl.program_id(1).to(tl.int64) // PARTS, tl.program_id(1).to(tl.int64) % PARTS
     keys = n0 + tl.arange(0, BLOCK_N)
     k = _load_rows(k_ptr + group * k_head, keys, k_row, T, D, BLOCK_D)
-    v = _load_rows(v_ptr + group * v_head, keys, v_row, T, D, BLOCK_D)
+    v = k  # not read for dv alone
+    if KEYS:
+        v = _load_rows(v_ptr + group * v_head, keys, v_row, T, D, BLOCK_D)
     # queries that see the last key, and those that see all keys of the block
-    end = tl.load(bounds_ptr + T + tl.minimum(n0 + BLOCK_N, T) - 1)  # the end of the last key's document
-    past = tl.load(bounds_ptr + T + n0)  # the end of the first key's
+    end = _document_end(bounds_ptr, tl.minimum(n0 + BLOCK_N, T) - 1, T, length)
+    past = _document_end(bounds_ptr, n0, T, length)
     if WINDOW:
         end = tl.minimum(end, n0 + BLOCK_N - 1 + window)
         past = tl.minimum(past, n0 + window)
@@ -286,52 +335,85 @@ def _dkdv_kernel(
     whole = tl.minimum(tl.maximum(whole, begin), past)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    # All query heads that share this key head, one after the other: so no atomics, and one order of sums.
-    for i in range(GROUP):
-        head = group * GROUP + i
+    # The query heads that share this key head, or this program's part of them, one after the other: so no atomics, and
+    # one order of sums.
+    for i in range(GROUP // PARTS):
+        head = group * GROUP + part * (GROUP // PARTS) + i
         q_base, do_base = q_ptr + head * q_head, do_ptr + head * do_head
         lse_base, delta_base = lse_ptr + head * T, delta_ptr + head * T
         dk, dv = _add_dkdv(
-            dk, dv, k, v, q_base, do_base, lse_base, delta_base, bounds_ptr, q_row, do_row, begin, whole, keys, scale,
-            window, T, D, BLOCK_D, BLOCK_M, WINDOW, True, EXACT,
+            dk, dv, k, v, q_base, do_base, lse_base, delta_base, bounds_ptr, q_row, do_row, begin, whole, keys, length,
+            scale, softcap, window, T, D, BLOCK_D, BLOCK_M, KEYS, VALUES, WINDOW, CAP, True, EXACT,
         )  # fmt: skip
         dk, dv = _add_dkdv(
-            dk, dv, k, v, q_base, do_base, lse_base, delta_base, bounds_ptr, q_row, do_row, whole, past, keys, scale,
-            window, T, D, BLOCK_D, BLOCK_M, WINDOW, False, EXACT,
+            dk, dv, k, v, q_base, do_base, lse_base, delta_base, bounds_ptr, q_row, do_row, whole, past, keys, length,
+            scale, softcap, window, T, D, BLOCK_D, BLOCK_M, KEYS, VALUES, WINDOW, CAP, False, EXACT,
         )  # fmt: skip
         dk, dv = _add_dkdv(
-            dk, dv, k, v, q_base, do_base, lse_base, delta_base, bounds_ptr, q_row, do_row, past, end, keys, scale,
-            window, T, D, BLOCK_D, BLOCK_M, WINDOW, True, EXACT,
+            dk, dv, k, v, q_base, do_base, lse_base, delta_base, bounds_ptr, q_row, do_row, past, end, keys, length,
+            scale, softcap, window, T, D, BLOCK_D, BLOCK_M, KEYS, VALUES, WINDOW, CAP, True, EXACT,
         )  # fmt: skip
-    _store_rows(dk_ptr + group * dk_head, dk * (scale / LOG2E), keys, dk_row, T, D, BLOCK_D)
-    _store_rows(dv_ptr + group * dv_head, dv, keys, dv_row, T, D, BLOCK_D)
+    if KEYS:
+        if not CAP:  # whose slope holds the scale
+            dk *= scale
+        _store_rows(dk_ptr + part * part_numbers + group * dk_head, dk, keys, dk_row, T, D, BLOCK_D)
+    if VALUES:
+        _store_rows(dv_ptr + part * part_numbers + group * dv_head, dv, keys, dv_row, T, D, BLOCK_D)
+
+
+@triton.jit
+def _sinks_kernel(sinks_ptr, lse_ptr, delta_ptr, dsinks_ptr, T, BLOCK: tl.constexpr):
+    """Add up, over a head's queries, what the sink took of the weights, times delta."""
+    head = tl.program_id(0).to(tl.int64)
+    sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, T, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        lse = tl.load(lse_ptr + head * T + at, mask=at < T, other=float("inf"))
+        delta = tl.load(delta_ptr + head * T + at, mask=at < T, other=0.0)
+        total += tl.exp2(sink - lse) * delta
+    tl.store(dsinks_ptr + head, -tl.sum(total, 0))
 
 
 def tiles_of(kind: str, D: int, exact: bool, architecture: Architecture) -> Tiles:
-    """Return the tiles of a kernel: "forward", "dq" or "dkdv"."""
+    """Return the tiles of a kernel: "forward", "dq", "dkdv" up to TOGETHER columns, "dk" and "dv" beyond."""
     of_width = architecture.attention_exact if exact else architecture.attention[kind]
     return Tiles(*of_width[next(width for width in of_width if D <= width)])
+
+
+def parts_of(kind: str, key_heads: int, call: "_Call") -> int:
+    """Return among how many programs the query heads of a key head are shared: as few as give every multiprocessor its
+    programs."""
+    tiles = tiles_of(kind, call.D, call.exact, call.architecture)
+    programs = -(-call.T // tiles.n) * key_heads
+    divisors = [parts for parts in range(1, call.group + 1) if call.group % parts == 0]
+    return next((parts for parts in divisors if programs * parts >= PROGRAMS), call.group)
 
 
 class _Call(NamedTuple):
     T: int
     group: int  # query heads of a key head
     D: int
+    length: int  # of all documents; 0: they have bounds
     scale: float
+    softcap: float | None
     window: int | None
     exact: bool  # fp32
     architecture: Architecture
 
 
 @remembered
-def _launch(kind: str, heads: int, call: _Call, strides: tuple[int, ...]) -> Launch:
-    kernel = {"forward": _forward_kernel, "dq": _dq_kernel, "dkdv": _dkdv_kernel}[kind]
-    tiles = tiles_of(kind, call.D, call.exact, call.architecture)
-    programs = -(-call.T // (tiles.n if kind == "dkdv" else tiles.m))  # dkdv: by keys, the others by queries
+def _launch(kind: str, heads: int, call: _Call, strides: tuple[int, ...], parts: int = 1) -> Launch:
+    kernel = {"forward": _forward_kernel, "dq": _dq_kernel}.get(kind, _dkdv_kernel)
+    tiles, constants = tiles_of(kind, call.D, call.exact, call.architecture), {}
+    if kernel is _dkdv_kernel:
+        constants = {"PARTS": parts, "KEYS": kind != "dv", "VALUES": kind != "dk"}
+    programs = -(-call.T // (tiles.n if constants else tiles.m))  # of dk and dv by keys, the others by queries
     return Launch(
-        kernel, (programs, heads), call.T, *strides, call.scale * math.log2(math.e), call.window or 0,
-        GROUP=call.group, D=call.D, BLOCK_D=max(16, triton.next_power_of_2(call.D)), BLOCK_M=tiles.m, BLOCK_N=tiles.n,
-        WINDOW=call.window is not None, EXACT=call.exact, num_warps=tiles.warps, num_stages=tiles.stages,
+        kernel, (programs, heads), call.T, *strides, call.length, call.scale, call.softcap or 0.0, call.window or 0,
+        **constants, GROUP=call.group, D=call.D, BLOCK_D=max(16, triton.next_power_of_2(call.D)), BLOCK_M=tiles.m,
+        BLOCK_N=tiles.n, WINDOW=call.window is not None, CAP=call.softcap is not None, EXACT=call.exact,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 
@@ -363,31 +445,59 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _key_gradients(kind: str, call: _Call, *tensors: Tensor, bounds: Tensor | None) -> list[Tensor]:
+    """Return dk and dv (kind "dkdv"), or the one of them, from q, k, v, do, lse and delta."""
+    q, k, v, do, *_ = tensors
+    parts = parts_of(kind, k.shape[1], call)
+    made = [
+        torch.empty_like(x) if parts == 1 else x.new_empty(parts, *x.shape, dtype=torch.float32)
+        for x in ((k, v) if kind == "dkdv" else (k,))
+    ]
+    dk, dv = made[0], made[-1]
+    of_part = [x if parts == 1 else x[0] for x in (dk, dv)]
+    strides = (*_strides(q, k, v, do, *of_part), k.numel())
+    _launch(kind, k.shape[1] * parts, call, strides, parts)(*tensors, dk, dv, bounds)
+    return made if parts == 1 else [x.sum(0).to(k.dtype) for x in made]
+
+
+def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    gradient = torch.empty_like(sinks)
+    _sinks_launch(*lse.shape)(sinks, lse, delta, gradient)
+    return gradient
+
+
+@remembered
+def _sinks_launch(heads: int, T: int) -> Launch:
+    return Launch(_sinks_kernel, (heads,), T, BLOCK=SINKS_BLOCK)
+
+
 class DocumentAttentionFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bounds, scale, window):
+    def forward(ctx, q, k, v, sinks, bounds, length, scale, softcap, window):
         q, k, v = _dense(q), _dense(k), _dense(v)
+        sinks = None if sinks is None else sinks.contiguous()
         T, heads, D = q.shape
         exact, architecture = q.dtype == torch.float32, architecture_of(q.device)
-        ctx.call = _Call(T, heads // k.shape[1], D, scale, window, exact, architecture)
+        ctx.call = _Call(T, heads // k.shape[1], D, length, scale, softcap, window, exact, architecture)
         o, lse = q.new_empty(q.shape), q.new_empty(heads, T, dtype=torch.float32)
         if T:
-            _launch("forward", heads, ctx.call, _strides(q, k, v, o))(q, k, v, o, lse, bounds)
-        ctx.save_for_backward(q, k, v, o, lse, bounds)
+            _launch("forward", heads, ctx.call, _strides(q, k, v, o))(q, k, v, o, lse, sinks, bounds)
+        ctx.save_for_backward(q, k, v, o, lse, sinks, bounds)
         return o
 
     @staticmethod
     @first_order
     def backward(ctx, do):
-        q, k, v, o, lse, bounds = ctx.saved_tensors
-        do, delta = _dense(do), torch.empty_like(lse)
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        if ctx.call.T:
-            strides = _strides(q, k, v, o, do, dq)
-            _launch("dq", q.shape[1], ctx.call, strides)(q, k, v, o, do, lse, delta, dq, bounds)
-            strides = _strides(q, k, v, do, dk, dv)
-            _launch("dkdv", k.shape[1], ctx.call, strides)(q, k, v, do, lse, delta, dk, dv, bounds)
-        return dq, dk, dv, None, None, None
+        q, k, v, o, lse, sinks, bounds = ctx.saved_tensors
+        call, do, delta, dq = ctx.call, _dense(do), torch.empty_like(lse), torch.empty_like(q)
+        dk, dv, dsinks = torch.empty_like(k), torch.empty_like(v), None
+        if call.T:
+            _launch("dq", q.shape[1], call, _strides(q, k, v, o, do, dq))(q, k, v, o, do, lse, delta, dq, bounds)
+            kinds = ("dkdv",) if call.D <= TOGETHER else ("dk", "dv")
+            dk, dv = (x for kind in kinds for x in _key_gradients(kind, call, q, k, v, do, lse, delta, bounds=bounds))
+        if ctx.needs_input_grad[3]:
+            dsinks = _sink_gradient(sinks, lse, delta)  # without a token: zeros
+        return dq, dk, dv, dsinks, *[None] * 5
 
 
 def launches(q: Tensor) -> bool:
@@ -397,26 +507,29 @@ def launches(q: Tensor) -> bool:
 
 
 def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *, scale: float | None = None, window: int | None = None,
-    bounds: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor | int, *, scale: float | None = None, window: int | None = None,
+    sinks: Tensor | None = None, softcap: float | None = None, bounds: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute causal attention within documents, differentiable in q, k and v.
+    """Compute causal attention within documents, differentiable in q, k, v and sinks.
 
     Args:
-        q: (T, Hq, D), fp32, fp16 or bf16 (fp64: torch), D at most 256. Any strides with consecutive columns.
+        q: (T, Hq, D), fp32, fp16 or bf16 (fp64: torch), D at most 512. Any strides with consecutive columns.
         k, v: (T, Hk, D), in the dtype of q; Hk divides Hq.
-        ends: (documents + 1,) int32: where documents begin and end, from 0 to T.
+        ends: (documents + 1,) int32: where documents begin and end, from 0 to T. Or a number: the tokens of each
+            document, such as the length of rows laid end to end; it divides T.
         scale: of the scores; D ** -0.5 unless given.
         window: how many tokens each sees, itself among them.
+        sinks: (Hq,) in any dtype of floats: for each head the score of one more key, which has no value.
+        softcap: scores become softcap * tanh(score / softcap).
         bounds: `document_bounds(ends, T)`, where it is known.
 
     Returns:
         (T, Hq, D), contiguous.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: shapes, dtypes or options that do not fit.
     """
-    check_dtypes(q=q, k=k, v=v)
+    check_dtypes(q=q, k=k, v=v, sinks=sinks)
     if q.dim() != 3 or k.shape != v.shape or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
         raise ValueError(
             "q (T, Hq, D), k and v (T, Hk, D) must share T and D: "
@@ -426,8 +539,16 @@ def document_attention(
         raise ValueError(f"Hk must divide Hq, and D be at most {WIDEST}: q is {tuple(q.shape)}, k {tuple(k.shape)}.")
     if {k.dtype, v.dtype} != {q.dtype}:
         raise ValueError(f"q, k and v must share their dtype: {q.dtype}, {k.dtype}, {v.dtype}.")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks must be ({q.shape[1]},), one for each head of queries, got {tuple(sinks.shape)}.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive or None, got {softcap}.")
+    if isinstance(ends, int) and (ends < 1 or q.shape[0] % ends):
+        raise ValueError(f"Documents of {ends} tokens do not make up {q.shape[0]}.")
+    how = {"scale": q.shape[2] ** -0.5 if scale is None else scale, "window": window, "softcap": softcap}
     if not launches(q):
-        return document_attention_reference(q, k, v, ends, scale=scale, window=window)
+        return document_attention_reference(q, k, v, ends, sinks=sinks, **how)
+    if isinstance(ends, int):
+        return DocumentAttentionFunction.apply(q, k, v, sinks, None, ends, how["scale"], softcap, window)
     bounds = document_bounds(ends, q.shape[0]) if bounds is None else bounds
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    return DocumentAttentionFunction.apply(q, k, v, bounds, scale, window)
+    return DocumentAttentionFunction.apply(q, k, v, sinks, bounds, 0, how["scale"], softcap, window)
