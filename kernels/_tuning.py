@@ -26,9 +26,10 @@ class Architecture:
     name: str
     shared: int
     # Attention within documents, by the columns of a head that they go up to: queries and keys of a block, warps,
-    # stages (c8aeca4). Up to 128 they were swept; those for 256 fit into shared memory.
+    # stages (c8aeca4). Up to 128 they were swept; those for 256 and 512 fit into shared memory. Hopper's wgmma takes
+    # first operands of 64 rows and more: queries forward and for dq, keys for dk and dv.
     attention: dict[str, dict[int, tuple[int, int, int, int]]]
-    attention_exact: dict[int, tuple[int, int, int, int]]  # in fp32: no tensor cores, and large ones compile slowly
+    attention_exact: dict[str, dict[int, tuple[int, int, int, int]]]  # in fp32: no tensor cores, large compile slowly
     # Attention of one token, by the columns of a head that they go up to: keys of a block, warps, stages (428bfe8d);
     # and bytes of keys to which a block is cut.
     decode: dict[int, tuple[int, int, int]]
@@ -36,6 +37,8 @@ class Architecture:
     norm_stages: tuple[int, int]  # tiles that a norm's backward prefetches: of 16-bit numbers, and wider ones (b3b0ff8)
     swept: bool = False
 
+
+ATTENTION = "forward", "dq", "dkdv", "dk", "dv"  # kernels of attention within documents
 
 HOPPER = Architecture(
     "Hopper",
@@ -47,7 +50,7 @@ HOPPER = Architecture(
         "dk": {512: (32, 64, 8, 1)},
         "dv": {512: (32, 64, 8, 1)},
     },
-    attention_exact={256: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    attention_exact=dict.fromkeys(ATTENTION, {256: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
     decode={64: (32, 4, 3), 256: (64, 4, 2)},
     decode_bytes=32 * 1024,
     norm_stages=(3, 2),
@@ -66,7 +69,9 @@ GA10X = Architecture(
         "dk": {512: (16, 16, 4, 1)},
         "dv": {512: (16, 16, 4, 1)},
     },
-    attention_exact={128: (32, 32, 4, 1), 256: (16, 16, 4, 1), 512: (16, 16, 4, 1)},
+    attention_exact=dict.fromkeys(ATTENTION, {128: (32, 32, 4, 1), 256: (16, 16, 4, 1), 512: (16, 16, 4, 1)})
+    | {"dq": {128: (32, 32, 4, 1), 256: (16, 16, 4, 1), 512: (8, 16, 4, 1)}}
+    | dict.fromkeys(("dk", "dv"), {512: (16, 8, 4, 1)}),
     decode=HOPPER.decode,
     decode_bytes=16 * 1024,
     norm_stages=(2, 1),

@@ -377,7 +377,7 @@ def _sinks_kernel(sinks_ptr, lse_ptr, delta_ptr, dsinks_ptr, T, BLOCK: tl.conste
 
 def tiles_of(kind: str, D: int, exact: bool, architecture: Architecture) -> Tiles:
     """Return the tiles of a kernel: "forward", "dq", "dkdv" up to TOGETHER columns, "dk" and "dv" beyond."""
-    of_width = architecture.attention_exact if exact else architecture.attention[kind]
+    of_width = (architecture.attention_exact if exact else architecture.attention)[kind]
     return Tiles(*of_width[next(width for width in of_width if D <= width)])
 
 

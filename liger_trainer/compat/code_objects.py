@@ -42,6 +42,18 @@ def local_names(function: Any) -> tuple[str, ...]:
     return getattr(getattr(function, "__code__", None), "co_varnames", ())
 
 
+def reads_rest(function: Any) -> bool:
+    """Whether a function reads any of the keywords that its parameters do not name (**kwargs)."""
+    code = code_of(function)
+    if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
+        return False
+    starred = bool(code.co_flags & inspect.CO_VARARGS)
+    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + starred]
+    reads = (i for i in dis.get_instructions(code) if i.opname.startswith("LOAD_"))
+    # of two variables in one instruction, a tuple
+    return any(name == i.argval or (isinstance(i.argval, tuple) and name in i.argval) for i in reads)
+
+
 def constants(function: Any) -> tuple[Any, ...]:
     """Return the constants in a function's code: the literals, and the code of functions inside of it."""
     return getattr(getattr(function, "__code__", None), "co_consts", ())

@@ -36,6 +36,7 @@ from .code_objects import (
     name_in_source,
     names_read,
     outer_names,
+    reads_rest,
     takes_item_of,
 )
 from .models import GATE
@@ -174,6 +175,47 @@ def is_usual_attention(function: Any) -> bool:
     if function is ALL_ATTENTION_FUNCTIONS["sdpa"]:
         return True
     return is_same_code(function, modeling_llama.eager_attention_forward) and check(EAGER)
+
+
+@functools.cache
+def is_attention(function: Any, sinks: bool, softcap: bool) -> bool:
+    """Whether a function is softmax(scale * q k + mask) v, with the module's sinks, or its keyword `softcap`, if given.
+
+    That is sdpa and the usual eager one, without either; another function of eager attention is tried, once.
+    """
+    if is_usual_attention(function):
+        return not (sinks or softcap)
+    known = (
+        _KEYWORDS.issuperset(local_names(function)[5 : function.__code__.co_argcount]) if code_of(function) else False
+    )
+    return known and not reads_rest(function) and _computes_attention(function, sinks, softcap)
+
+
+_KEYWORDS = frozenset(("scaling", "dropout", "softcap", "s_aux", "sliding_window", "is_causal"))
+
+
+@torch.no_grad()
+def _computes_attention(function: Any, sinks: bool, softcap: bool) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
+    q, k, v, mask = draw(2, 4, 5, 8) * 2, draw(2, 2, 5, 8), draw(2, 2, 5, 8), draw(2, 1, 5, 5)
+    module: Any = nn.Module().eval()
+    module.num_key_value_groups, module.head_dim, module.scaling = 2, 8, 0.5
+    mask = mask.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), float("-inf"))
+    how: dict[str, Any] = {"scaling": 0.5, "dropout": 0.0}
+    scores = q @ k.repeat_interleave(2, 1).mT * 0.5
+    if softcap:
+        how["softcap"], scores = 1.5, 1.5 * torch.tanh(scores / 1.5)
+    scores = scores + mask
+    if sinks:
+        how["s_aux"] = module.sinks = nn.Parameter(draw(4))
+        scores = torch.cat([scores, module.sinks[:, None, None].expand(2, -1, 5, 1)], -1)
+    try:
+        found = function(module, q, k, v, mask, **how)[0]
+    except Exception:  # of whatever it looks for in a module
+        return False
+    wanted = (scores.softmax(-1)[..., :5] @ v.repeat_interleave(2, 1)).transpose(1, 2)
+    return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def _knows_eager() -> bool:

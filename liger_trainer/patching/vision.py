@@ -101,7 +101,7 @@ class TowerAttention:
             return former(module, query, key, value, attention_mask, **how)
         documents = packed_attention.documents_of(ends, how)
         causal = how.get("is_causal", getattr(module, "is_causal", False))
-        if packed_attention.serves(former, query, key, value, how):
+        if packed_attention.serves(former, query, key, value, how, causal):
             return packed_attention.attend(query, key, value, documents, how, causal=causal), None
         how = {**packed_attention.for_one_document(how), "is_causal": causal}
         runs = [(length, len(list(run))) for length, run in itertools.groupby(documents.lengths) if length]

@@ -356,6 +356,11 @@ CHECKS: tuple[Check, ...] = (
         )
         for name, window in {"": None, ", window": 20}.items()
     ),
+    Check(
+        "document_attention, sinks", partial(document_attention, softcap=5.0),
+        partial(document_attention_reference, softcap=5.0),
+        lambda draw: {**_documents(draw), "sinks": draw(draw.sizes.heads)}, ("q", "k", "v", "sinks"),
+    ),
     Check("swiglu", swiglu, lambda gate, up: F.silu(gate) * up, _rows("gate", "up"), ("gate", "up")),
     Check("geglu", geglu, lambda gate, up: F.gelu(gate, approximate="tanh") * up, _rows("gate", "up"), ("gate", "up")),
     Check(

@@ -147,7 +147,7 @@ def test_what_takes_most_shared_memory_fits_each_architecture(compiled_for, how,
     lines = compiled_for(how, sm)
     hungry = {"rms_norm", "layer_norm", "document_attention", "decode_attention", "thin_linear"}
     assert {x["file"] for x in lines} >= hungry
-    assert {x["constants"].get("D") for x in lines if "attention" in x["file"]} >= {128, 256}
+    assert {x["constants"].get("D") for x in lines if "attention" in x["file"]} >= {128, 256, 512}
     assert not [x for x in lines if "error" in x]
     assert not too_large(lines, sm), "\n".join(too_large(lines, sm))
 

@@ -32,7 +32,7 @@ SIZES = {
         {"rows": 70, "hidden": 128, "inner": 64}, {"rows": 70, "hidden": 100, "inner": 60, "rank": 4},
         {"rows": 512, "experts": 16, "hidden": 256, "inner": 128, "rank": 16},
     ],
-    "document_attention": [{"rows": 1999, "heads": 8, "width": width} for width in (64, 96, 128, 256)],
+    "document_attention": [{"rows": 1999, "heads": 8, "width": width} for width in (64, 96, 128, 256, 320, 512)],
 }  # fmt: skip
 OWN_SIZES = ("one column", "whole tiles", "whole blocks", "one pair", "no power of two", "OLMo2, no power of two",
              "more heads than a tile", "no token", "Phi", "interleaved Phi", "groups of a column", "odd sizes",
@@ -42,7 +42,9 @@ FORMS = {name: case for name, case in CASES.items() if case.form not in OWN_SIZE
 
 def on_gpu(case: Case, dtype: torch.dtype, size: dict[str, int]) -> dict[str, Any]:
     tensors = case.inputs(Place("triton", "cuda", dtype), **size)
-    if "ends" in tensors:
+    if isinstance(tensors.get("ends"), int):
+        tensors["ends"] = size["rows"]
+    elif "ends" in tensors:
         tensors["ends"] = torch.tensor((0, 3, 3, 700, 800, 1200, 1999), dtype=torch.int32, device="cuda")
     return tensors
 

@@ -9,11 +9,6 @@ from kernel_checks import assert_same, check, evaluate
 from op_table import CASES, OLMO, QWEN, angles
 from torch import Tensor
 
-from liger_trainer.kernels.document_attention import (
-    document_attention,
-    document_bounds,
-    document_bounds_reference,
-)
 from liger_trainer.kernels.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope import rope, rope_reference
 from liger_trainer.tools.selfcheck_cases import Draw, Sizes
@@ -209,45 +204,6 @@ class TestTransformers:
         got, expected = (evaluate(op, tensors, None, leaves=NORMED)
                          for op in (functools.partial(qk_norm_rope, **options), layer))  # fmt: skip
         assert_same(got, expected, rtol=1e-5, atol=1e-5)
-
-
-# Attention over documents
-
-
-def attention(place) -> dict[str, Tensor]:
-    return CASES["document_attention"].inputs(place)
-
-
-@pytest.mark.parametrize("ends, window", [((0, 1), None), ((0, 1, 30, 30, 61, 70), 1)])
-def test_a_document_or_window_of_one_token(fp32, ends, window):
-    """Its weight is 1 whatever its score, whose gradient is what rounding leaves of 0."""
-    tensors = {k: x[: ends[-1]] for k, x in CASES["document_attention"].inputs(fp32, keys=4).items()}
-    q, k, v = (tensors[name].requires_grad_() for name in "qkv")
-    out = document_attention(q, k, v, torch.tensor(ends, dtype=torch.int32, device=fp32.device), window=window)
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), upstream)
-    torch.testing.assert_close((out.detach(), dv), (v.detach(), upstream), rtol=1e-5, atol=1e-6)
-    assert max(dq.abs().max(), dk.abs().max()) < 1e-5
-
-
-def test_documents_do_not_see_one_another(fp32):
-    tensors = attention(fp32)
-    before = document_attention(**tensors)
-    for name in ("k", "v"):
-        tensors[name] = tensors[name].clone()
-        tensors[name][1:30] += 1
-    same = (before == document_attention(**tensors)).flatten(1).all(1)
-    assert same[:1].all() and same[30:].all() and not same[1:30].any()
-
-
-def test_each_token_knows_its_document(fp32):
-    for ends in ([0, 5], [0, 0, 5, 5, 300, 300], list(range(301)), [0, *range(10, 300, 17), 300]):
-        bounds = torch.tensor(ends, dtype=torch.int32, device=fp32.device)
-        got = document_bounds(bounds, ends[-1])
-        assert torch.equal(got, document_bounds_reference(bounds, ends[-1])) and got.dtype == torch.int32
-    tensors = attention(fp32)
-    bounds = document_bounds(tensors["ends"], 70)
-    assert torch.equal(document_attention(**tensors, bounds=bounds), document_attention(**tensors))
 
 
 @pytest.mark.gpu

@@ -172,15 +172,19 @@ OTHER_SIZES: dict[str, list[dict[str, int]]] = {
     "rms_norm": [{"rows": N, "hidden": 4096}, {"rows": N, "hidden": 16384}],
     "add_rms_norm": [{"rows": N, "hidden": 4096}], "layer_norm": [{"rows": N, "hidden": 4096}],
     "gated_rms_norm": [{"rows": 32 * N, "hidden": 120}, {"hidden": 8184}], "swiglu": [{"rows": N, "hidden": 512}],
-    "document_attention": [{"rows": 4096}, {"width": 64}, {"width": 256}],
+    "document_attention": [{"rows": 4096}, {"width": 64}, {"width": 256}, {"width": 512}],
     "lora_experts": [{"hidden": 2048, "rank": 64}, {"inner": 1200}],
 }  # fmt: skip
 # What takes much shared memory: ops of the table, in these sizes.
 HUNGRY: dict[str, list[dict[str, int]]] = {
     **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm"), [{"rows": N, "hidden": 4096}]),
-    "document_attention": [{"width": 128}, {"width": 256}],
+    "document_attention": [{"width": 128}, {"width": 256}, {"width": 512}],
 }
-ALWAYS = ("swiglu, packed", "kl_div, logits")  # by kernels that no op's first form launches
+ALWAYS = (
+    "swiglu, packed",
+    "kl_div, logits",
+    "document_attention, sinks",
+)  # by kernels that no op's first form launches
 SET_THEMSELVES = {"document_attention": {"rows": 70, "width": 128}, "lora_experts": {"rows": N, "hidden": 72}}
 
 

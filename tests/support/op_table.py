@@ -160,6 +160,15 @@ def documents(*ends: int) -> Callable:
     return lambda tensors, draw: tensors | {"ends": torch.tensor(ends, dtype=torch.int32)}
 
 
+def of_one_length(tokens: int) -> Callable:
+    return lambda tensors, draw: tensors | {"ends": tokens}
+
+
+def sinks(tensors: Tensors, draw: Draw) -> Tensors:
+    """Two lower than every score, and high ones, which take most of the weight."""
+    return tensors | {"sinks": 2 * draw(tensors["q"].shape[1])}
+
+
 def one_expert_a_token(tensors: Tensors, draw: Draw) -> Tensors:
     return tensors | {name: tensors[name][:, :1] for name in ("index", "weights")}
 
@@ -275,13 +284,23 @@ OPS = [
         "three axes": (angles(16, axes=3), {"mrope_section": (3, 2, 3), **QWEN}),
         "OLMo2, axes": (both(over_heads, angles(16, axes=3)), {"mrope_section": (3, 2, 3), **OLMO}),
     }, leading=False),
-    *_cases("document_attention", "q k v", "q k v", {
+    *_cases("document_attention", "q k v", "q k v sinks", {
         "": (documents(0, 1, 30, 30, 61, 70), {}), "no token": (documents(0, 0), {"sizes": {"rows": 0}}),
         "no power of two": (documents(0, 1, 30, 70), {"sizes": {"heads": 3, "keys": 1, "width": 24}}),
         "one document": (documents(0, 70), {"sizes": {"heads": 2}}), "many": (documents(*range(0, 70, 7), 70), {}),
         "at the edges of blocks": (documents(0, 32, 64, 70), {}), "empty ones behind": (documents(0, 70, 70, 70), {}),
         **{f"window {n}": (documents(0, 50, 70), {"window": n}) for n in (2, 5, 16, 33, 200)},
         "scale": (documents(0, 50, 70), {"scale": 2.0}),
+        "sinks": (both(documents(0, 1, 30, 30, 61, 70), sinks), {}), "softcap": (None, {"softcap": 2.0}),
+        "sinks, no token": (both(documents(0, 0), sinks), {"sizes": {"rows": 0}}),
+        "Gemma 2": (documents(0, 50, 70), {"softcap": 3.0, "window": 20, "scale": 0.4}),
+        "gpt-oss": (both(of_one_length(35), sinks), {"window": 9, "sizes": {"heads": 8, "keys": 1}}),
+        "one length": (of_one_length(70), {}), "one length of 7": (of_one_length(7), {"window": 5}),
+        "one length of 1": (both(of_one_length(1), sinks), {"softcap": 2.0}),
+        "few key heads": (documents(0, 1, 30, 70), {"sizes": {"heads": 6, "keys": 1}}),
+        "wide": (documents(0, 50, 70), {"sizes": {"heads": 2, "keys": 1, "width": 260}}),
+        "wide, all": (both(of_one_length(35), sinks),
+                      {"softcap": 2.0, "window": 20, "sizes": {"heads": 4, "keys": 1, "width": 320}}),
     }, leading=False, rows=70),
     *_cases("swiglu", "gate up", "gate up", GATED),
     *_cases("geglu", "gate up", "gate up", GATED | {

@@ -22,6 +22,7 @@ CONSTANTS: dict[tuple[str, str], Any] = {
     ("rope", "TILE"): 128, ("qk_norm_rope", "FORWARD_TILE"): 256, ("qk_norm_rope", "BACKWARD_TILE"): 128,
     ("qk_norm_rope", "PROGRAMS"): 1, ("_dropout", "FORWARD_TILE"): 512,
     ("_lora_gated", "FORWARD"): (16, 16, 4, 1, 6), ("_lora_gated", "BACKWARD"): (16, 16, 4, 1, 6),
+    ("document_attention", "PROGRAMS"): 5, ("document_attention", "SINKS_BLOCK"): 32,
     ("_norm", "SUM_ROWS"): 2, ("_norm", "SUM_COLUMNS"): 16,
     ("layer_norm", "TORCH_NUMBERS"): -1,  # torch's own layer_norm takes none
     ("adamw", "CHUNK"): 16, ("gradient_norm", "CHUNK"): 32, ("gradient_norm", "BLOCK"): 16,
@@ -34,7 +35,7 @@ def _norm_tile(columns: int) -> tuple[int, int, int]:
 
 def _attention_tiles(module: ModuleType, kind: str) -> Any:
     """Queries' blocks differ from keys'."""
-    return module.Tiles(*((16, 32) if kind == "dkdv" else (32, 16)), 4, 2)
+    return module.Tiles(*((16, 32) if kind in ("dkdv", "dk", "dv") else (32, 16)), 4, 2)
 
 
 # name of a function that chooses a tile: from the module that has it, its replacement

@@ -68,7 +68,7 @@ def flatten(value: Any, tensors: Tensors) -> Any:
     if type(value) is dict:
         lengths_are_given = isinstance(value.get("cu_seq_lens_q"), Tensor)
         return dict, tuple(
-            (key, _constant(item) if isinstance(item, DocumentMask) and lengths_are_given else flatten(item, tensors))
+            (key, _constant(item) if _is_constant(item, lengths_are_given) else flatten(item, tensors))
             for key, item in value.items()
         )
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
@@ -76,8 +76,12 @@ def flatten(value: Any, tensors: Tensors) -> Any:
     raise NotCapturable(f"a layer gets a {type(value).__name__}")
 
 
+def _is_constant(value: Any, lengths_are_given: bool) -> bool:
+    """Whether a mask says no more than sizes: attention reads the lengths beside it, or each row is one document."""
+    return isinstance(value, DocumentMask) and (lengths_are_given or value.alone)
+
+
 def _constant(mask: DocumentMask) -> Constant:
-    """Return a mask that comes with the lengths of the documents: attention reads those."""
     return Constant((mask.rows, mask.length, mask.window), mask)
 
 

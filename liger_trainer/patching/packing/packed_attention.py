@@ -1,8 +1,9 @@
 """Attention over packed rows by the lengths of their documents, without a mask and without the flash-attn package.
 
 On a GPU in 16 bits it is our kernel or PyTorch's FlashAttention-2 (`attend`). Where these cannot serve (a CPU,
-fp32, softcapping, sinks, wide heads), rows are cut at the documents, and the model's former implementation computes one
-document after the other. torchtitan and axolotl chose varlen attention for packed rows before.
+fp32, heads of more than 512 columns), rows are cut at the documents, and the model's former implementation computes one
+document after the other. torchtitan and axolotl chose varlen attention for packed rows before. Rows of one document
+each take the same way where they have windows, sinks or capped scores; else the former implementation computes them.
 
 Two names are registered with transformers, one for each former implementation, and a third for rows of which each rank
 has a slice (packed_rows.py). A model gets one by its configuration, for as long as it is patched; `save_pretrained`
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import (
@@ -37,12 +39,12 @@ from ...compat.recognitions import (
     asks_for_attention,
     check,
     compares_with,
-    is_usual_attention,
+    is_attention,
     mask_structure,
 )
 from ...compat.torch_internals import FLASH_ATTENTION, version_of
 from ...errors import ConfigError
-from ...kernels.document_attention import document_attention, document_bounds, launches
+from ...kernels.document_attention import WIDEST, document_attention, document_bounds, launches
 from ..options import PatchReport
 
 # Which tokens of packed rows see one another, told by lengths in place of a mask of the row's length squared.
@@ -97,10 +99,11 @@ class Documents:
     Args:
         ends: (documents + 1) int32, ascending from 0 to the number of tokens. Documents may be empty.
         longest: tokens of the longest document, or more; None: read from `ends`, which waits for the device.
+        each: tokens of every document, if they all have as many.
     """
 
-    def __init__(self, ends: Tensor, longest: int | None = None):
-        self.ends = ends
+    def __init__(self, ends: Tensor, longest: int | None = None, each: int | None = None):
+        self.ends, self.each = ends, each
         self._longest = longest
         self._bounds: Tensor | None = None
 
@@ -132,7 +135,7 @@ class Documents:
                 is one document.
         """
         if index is None:
-            return cls(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
+            return cls(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length, length)
         begins = torch.ones_like(index, dtype=torch.bool)
         torch.ne(index[:, 1:], index[:, :-1], out=begins[:, 1:])
         ends = begins.flatten().nonzero().flatten()
@@ -148,14 +151,16 @@ class DocumentMask:
         window: a token sees so many tokens, itself the last of them; None: all before it.
         device: of the batch.
         make: makes the mask of the former implementation, for rows that prove to hold one document each.
+        alone: each row is known to hold one document, with padding behind it or none. Then the mask is a tensor to a
+            model that takes it for one.
     """
 
     def __init__(
         self, rows: int, length: int, index: Tensor | None, window: int | None, device: Any,
-        make: Callable[[], Tensor | None],
+        make: Callable[[], Tensor | None], alone: bool = False,
     ):  # fmt: skip
         self.rows, self.length, self.index, self.window, self.device = rows, length, index, window, device
-        self.make, self._read = make, index is not None
+        self.make, self.alone, self._read = make, alone, alone or index is not None
 
     @cached_property
     def documents(self) -> Documents:
@@ -183,16 +188,29 @@ class DocumentMask:
         def make() -> Tensor | None:
             return None if self.tensor is None else self.tensor.to(device)
 
-        moved = DocumentMask(self.rows, self.length, index, self.window, device, make)
+        moved = DocumentMask(self.rows, self.length, index, self.window, device, make, self.alone)
         moved._read = self._read
         return moved
 
     def __getattr__(self, name: str) -> Any:
-        raise _NotATensor(name)
+        if not self.__dict__.get("alone"):  # unset in an object that is being made
+            raise _NotATensor(name)
+        return getattr(self.tensor, name)
+
+    def __getitem__(self, at: Any) -> Any:
+        return _as_tensor(self, "__getitem__")[at]
 
     @classmethod
-    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
-        raise _NotATensor(getattr(function, "__name__", str(function)))
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", str(function))
+        args, kwargs = tree_map_only(cls, lambda mask: _as_tensor(mask, name), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _as_tensor(mask: DocumentMask, name: str) -> Tensor:
+    if not mask.alone or mask.tensor is None:
+        raise _NotATensor(name)
+    return mask.tensor
 
 
 class _NotATensor(ConfigError, AttributeError):
@@ -229,14 +247,14 @@ class MaskMaker:
         """Return a `DocumentMask`, or None where attention needs no mask; NotImplemented: the former function's."""
         is_sdpa = self.former == "sdpa"
         # Padding behind the tokens is beyond what causal attention sees; any other has to be masked.
-        if attention_mask is not None and not (is_sdpa and _padded_on_the_right.get()):
+        if attention_mask is not None and not _padded_on_the_right.get():
             return NotImplemented
         structure = None if use_vmap or q_length != kv_length else mask_structure(mask_function)
         if structure is None:
             return NotImplemented
         index, window = structure
         says_causal = is_sdpa and index is None and (window is None or window >= q_length)  # as sdpa's `is_causal` does
-        if attention_mask is not None:
+        if attention_mask is not None and (says_causal or index is not None):
             return None if says_causal else NotImplemented
         if says_causal or q_length == 1 or isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
             return NotImplemented
@@ -244,22 +262,28 @@ class MaskMaker:
             ALL_MASK_ATTENTION_FUNCTIONS[self.former], batch_size=batch_size, q_length=q_length, kv_length=kv_length,
             mask_function=mask_function, use_vmap=False, device=device, **how,
         )  # fmt: skip
-        return DocumentMask(batch_size, q_length, index, window, device, make)
+        alone = attention_mask is not None  # the padding is left out of the mask, which depends on sizes only
+        return DocumentMask(batch_size, q_length, index, window, device, make, alone)
 
 
 # Attention over documents that lie end to end, by our kernel or PyTorch's FlashAttention-2.
 #
-# Causal attention without dropout, over heads of up to 128 columns, is our own kernel, which the number of documents
-# costs nothing (kernels/document_attention.py). The rest is FlashAttention-2 (Dao 2023, arXiv:2307.08691), the
-# operation below `torch.nn.attention.varlen` and `scaled_dot_product_attention`. It is called as the operation, whose
-# backward is PyTorch's own, since the function around it costs the host more at each layer.
+# Causal attention without dropout is our own kernel where it is the faster one or the only one: the number of documents
+# costs it nothing, and it knows windows, sinks and softcaps (kernels/document_attention.py). The rest is
+# FlashAttention-2 (Dao 2023, arXiv:2307.08691), the operation below `torch.nn.attention.varlen` and
+# `scaled_dot_product_attention`. It is called as the operation, whose backward is PyTorch's own, since the function
+# around it costs the host more at each layer.
 
 
 # Keywords of an attention call about documents, which a call for one document does not get.
 _OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-# Keywords that change the scores, which FlashAttention-2 does not know.
+# Keywords that change the scores, which FlashAttention-2 does not know, and those that our kernel knows.
 _OF_SCORES = ("softcap", "s_aux", "position_bias")
-OWN_WIDTH = 128  # of a head; beyond it FlashAttention-2 is the faster one
+_OF_OURS = ("softcap", "s_aux")
+# Where our kernel is the faster one: beside FlashAttention-2 (True) and beside a mask (False), by columns of a head up
+# to so many, of how many windows a row must have the length; 0: always, windows or not.
+OWN_WINDOWS = {True: {128: 0, 256: 2}, False: {128: 4, 512: 2}}
+OWN_DTYPES = (torch.float16, torch.bfloat16)  # fp32 has no tensor cores
 _DOCUMENTS: Any = WeakIdKeyDictionary()
 _FITS: dict[tuple, bool] = {}
 
@@ -294,17 +318,41 @@ def documents_of(ends: Any, how: dict[str, Any]) -> Documents:
     return before[1]
 
 
-def serves(former: Any, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> bool:
-    """Whether FlashAttention computes what `former` would.
+def serves(
+    former: Any, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any], causal: bool = True
+) -> bool:  # fmt: skip
+    """Whether our kernel or FlashAttention computes what `former` would.
 
     Args:
         former: the model's function of attention.
         query, key, value: (rows, heads, length, width); keys and values may have fewer heads.
         how: the call's keywords.
+        causal: a token sees those before it, not all.
     """
-    if query.device.type != "cuda" or any(how.get(name) is not None for name in _OF_SCORES):
+    sinks, softcap, bias = (how.get(name) is not None for name in ("s_aux", "softcap", "position_bias"))
+    if bias or not (ours_serves(query, key, value, how, causal) or flash_serves(query, key, value, how)):
         return False
-    if not is_usual_attention(former):
+    return is_attention(former, sinks, softcap)
+
+
+def ours_serves(query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any], causal: bool) -> bool:
+    """Whether our kernel takes such tensors, whatever is faster."""
+    fits = query.shape[3] <= WIDEST and key.shape == value.shape and query.shape[2] == key.shape[2]
+    return causal and fits and not how.get("dropout") and _autocast_dtype(query) in OWN_DTYPES and launches(query)
+
+
+def ours_is_faster(query: Tensor, how: dict[str, Any], window: int | None, than_flash: bool = True) -> bool:
+    """Whether our kernel takes less time than FlashAttention-2, or than a mask."""
+    if any(how.get(name) is not None for name in _OF_OURS):  # which FlashAttention-2 does not know
+        return True
+    width, length = query.shape[3], query.shape[2]
+    least = next((number for widest, number in OWN_WINDOWS[than_flash].items() if width <= widest), None)
+    return least == 0 or (least is not None and window is not None and length >= least * window)
+
+
+def flash_serves(query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> bool:
+    """Whether PyTorch's FlashAttention-2 takes such tensors on this GPU."""
+    if query.device.type != "cuda" or any(how.get(name) is not None for name in _OF_SCORES):
         return False
     # Whether PyTorch's FlashAttention takes such tensors on this GPU: asked once for each kind of them.
     tensors, dropout = (query, key, value), how.get("dropout", 0.0)
@@ -334,15 +382,20 @@ def attend(
     Args:
         query, key, value: (rows, heads, length, width), in fp16 or bf16, or under autocast.
         documents: of the rows laid end to end.
-        how: the call's keywords, of which dropout and scaling are taken.
+        how: the call's keywords, of which dropout, scaling, softcap and s_aux (sinks) are taken.
         causal: a token sees those before it, and of these the last `window` - 1 if there is a window.
     """
     dtype = _autocast_dtype(query)
     q, k, v = (x.to(dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    if causal and not how.get("dropout") and q.shape[-1] <= OWN_WIDTH and launches(q):
-        bounds = documents.bounds(q.shape[0], q.device)
-        output = document_attention(q, k, v, documents.ends, scale=how.get("scaling"), window=window, bounds=bounds)
-        return output.unflatten(0, (query.shape[0], query.shape[2]))
+    if ours_serves(query, key, value, how, causal):
+        if ours_is_faster(query, how, window) or not flash_serves(query, key, value, how):
+            ends = documents.ends if documents.each is None else documents.each
+            bounds = documents.bounds(q.shape[0], q.device) if documents.each is None else None
+            output = document_attention(
+                q, k, v, ends, scale=how.get("scaling"), window=window, sinks=how.get("s_aux"),
+                softcap=how.get("softcap"), bounds=bounds,
+            )  # fmt: skip
+            return output.unflatten(0, (query.shape[0], query.shape[2]))
     ends, longest = documents.ends.to(q.device), documents.longest
     # how many tokens before and after itself a token sees; -1: all
     left, right = (-1 if window is None else window - 1), (0 if causal else -1)
@@ -434,7 +487,9 @@ class PackedAttention:
         # Eager attention needs a mask for every row, so it gets our object for rows of one document, too.
         if mask is not None and ends is None and self.former == "eager":
             mask.read(how.get("position_ids"))
-            if mask.index is None:
+        if mask is not None and ends is None and mask.index is None and (self.former == "eager" or mask.alone):
+            faster = ours_is_faster(query, how, mask.window, than_flash=False)  # than a mask of rows of one document
+            if not (faster and serves(former, query, key, value, how, causal)):
                 return former(module, query, key, value, mask.tensor, **how)
         # A call that is not causal, cross-attention for example, may carry ends that are not of its keys.
         packed = mask is not None or (causal and ends is not None)
@@ -444,7 +499,7 @@ class PackedAttention:
             return former(module, query, key, value, attention_mask, **how)
         window = how.get("sliding_window") if mask is None else mask.window
         documents = mask.documents if ends is None and mask is not None else documents_of(ends, how)
-        if serves(former, query, key, value, how):
+        if serves(former, query, key, value, how, causal):
             return attend(query, key, value, documents, how, window=window), None
         return self._each(former, module, (query, key, value), documents, window, how), None
 
