@@ -183,12 +183,14 @@ def is_attention(function: Any, sinks: bool, softcap: bool) -> bool:
 
     That is sdpa and the usual eager one, without either; another function of eager attention is tried, once.
     """
+    code = code_of(function)
+    if code is None:
+        return False
     if is_usual_attention(function):
         return not (sinks or softcap)
-    known = (
-        _KEYWORDS.issuperset(local_names(function)[5 : function.__code__.co_argcount]) if code_of(function) else False
-    )
-    return known and not reads_rest(function) and _computes_attention(function, sinks, softcap)
+    keywords = local_names(function)[5 : code.co_argcount + code.co_kwonlyargcount]  # behind the mask
+    known = _KEYWORDS.issuperset(keywords) and not reads_rest(function)
+    return known and _computes_attention(function, sinks, softcap)
 
 
 _KEYWORDS = frozenset(("scaling", "dropout", "softcap", "s_aux", "sliding_window", "is_causal"))

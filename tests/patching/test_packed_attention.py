@@ -14,8 +14,10 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 
 from liger_trainer.common.replacements import Replacements
-from liger_trainer.compat.recognitions import mask_structure
+from liger_trainer.compat.recognitions import is_attention, mask_structure
 from liger_trainer.errors import ConfigError
+from liger_trainer.kernels.document_attention import document_attention
+from liger_trainer.patching.graphs.layer_graphs import flatten
 from liger_trainer.patching.options import PatchReport
 from liger_trainer.patching.packing import packed_attention as flash
 from liger_trainer.patching.packing.packed_attention import (
@@ -23,7 +25,9 @@ from liger_trainer.patching.packing.packed_attention import (
     DocumentMask,
     Documents,
     attention_configs,
+    attention_modules,
     pack_attention,
+    padded_on_the_right,
 )
 from liger_trainer.patching.patcher import patch
 
@@ -152,6 +156,112 @@ def test_lengths_count_where_positions_do_not_start_anew():
     positions = (torch.arange(6)[None], torch.arange(6, 14)[None])
     want = [untouched(row[None], position_ids=at).logits[0] for row, at in zip(rows, positions, strict=True)]
     torch.testing.assert_close(got[0], torch.cat(want))
+
+
+@pytest.fixture
+def ours(monkeypatch):
+    """Our op in fp64, as GPUs in 16 bits take it; the calls it gets. Documents one after the other are an error."""
+    calls = []
+
+    def counted(*args, **how):
+        calls.append(how | {"ends": args[3]})
+        return document_attention(*args, **how)
+
+    monkeypatch.setattr(flash, "OWN_DTYPES", (torch.float64,))
+    monkeypatch.setattr(flash, "launches", lambda q: True)
+    monkeypatch.setattr(flash, "document_attention", counted)
+    monkeypatch.setattr(flash.PackedAttention, "_each", None)
+    return calls
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "gemma3", "llama"])
+def test_sinks_softcaps_and_windows_of_packed_rows_take_our_kernel(ours, family):
+    model, untouched, _ = packing(family)
+    rows = documents(LENGTHS, VOCAB - 5)
+    want = one_by_one(untouched, rows)
+    truth = named_gradients(untouched, want)
+    got = model(**packed(rows), use_cache=False).loss
+    assert len(ours) == model.config.num_hidden_layers
+    assert all((how["sinks"] is not None) == (family == "gpt_oss") for how in ours)
+    assert all((how["softcap"] is not None) == (family == "gemma2") for how in ours)
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(ours)
+    assert [how["window"] for how in ours] == [8 if kind == "sliding_attention" else None for kind in kinds]
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    assert_same_gradients(named_gradients(model, got), truth, 1e-5)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("length", [33, 20])  # four windows, or fewer
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "gemma3", "llama"])
+def test_rows_of_one_document_take_our_kernel(ours, family, length, padded):
+    """With sinks and softcaps always, else where a window is a small part; padding behind the tokens needs no mask."""
+    model, untouched, _ = packing(family)
+    ids = torch.stack(documents((length, length), VOCAB - 5, seed=2))
+    mask = torch.ones_like(ids)
+    mask[0, -5:] = 0  # fewer than a window: eager attention has NaN for a token that sees only padding
+    how = {"input_ids": ids, "use_cache": False} | ({"attention_mask": mask} if padded else {})
+    with padded_on_the_right():
+        got = model(**how).logits
+    want = untouched(**how).logits
+    real = mask.bool() if padded else torch.ones_like(mask).bool()
+    off = 1e-5 if family == "gemma2" else 1e-9  # whose own softmax is in fp32
+    torch.testing.assert_close(got[real], want[real], rtol=off, atol=off)
+    layers = getattr(model.config, "layer_types", None) or []
+    windows = layers.count("sliding_attention") if length > 32 or not padded else 0
+    assert len(ours) == (len(layers) if family in ("gpt_oss", "gemma2") else windows)
+    assert all(how["ends"] == length and how["bounds"] is None for how in ours)
+
+
+def test_the_mask_of_rows_of_one_document_is_a_tensor_to_those_that_take_it_for_one():
+    made = torch.arange(16.0).view(1, 1, 4, 4)
+    mask = DocumentMask(1, 4, None, 2, "cpu", lambda: made, alone=True)
+    assert mask.shape == made.shape and torch.equal(mask[..., :2], made[..., :2])
+    assert torch.equal(torch.where(mask > 3, mask, 1.0), torch.where(made > 3, made, 1.0))
+    assert torch.equal(torch.ones(4) + mask, 1 + made)
+    assert torch.equal(copy.deepcopy(mask).tensor, made)
+    # CUDA graphs take it as it is, since it depends on sizes only
+    same, other = (DocumentMask(1, n, None, 2, "cpu", lambda: made, alone=True) for n in (4, 5))
+    specs = [flatten({"attention_mask": each}, []) for each in (mask, same, other)]
+    assert specs[0] == specs[1] != specs[2]
+
+
+def eager(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    scores = query @ key.repeat_interleave(module.num_key_value_groups, 1).mT * scaling + attention_mask
+    return (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2), None
+
+
+def scaled(*args, **kwargs):
+    return eager(*args, **kwargs)
+
+
+def off(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    return eager(module, query, key, value, attention_mask, 1.01 * scaling)
+
+
+def other_keyword(module, query, key, value, attention_mask, scaling=None, bias=None, **kwargs):
+    return eager(module, query, key, value, attention_mask, scaling)
+
+
+def other_attribute(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    return eager(module, query, key, value, attention_mask, scaling * module.factor)
+
+
+def other_heads(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    return eager(module, query, key.flip(1), value, attention_mask, scaling)
+
+
+def test_eager_attention_is_tried_before_ours_takes_its_place():
+    assert is_attention(eager, sinks=False, softcap=False)
+    assert not is_attention(eager, sinks=True, softcap=False)  # which it would leave out
+    assert not is_attention(eager, sinks=False, softcap=True)
+    for function in (scaled, off, other_keyword, other_attribute, other_heads, print):
+        assert not is_attention(function, sinks=False, softcap=False), function
+    for family, sinks, softcap in (("gpt_oss", True, False), ("gemma2", False, True), ("gemma3", False, False)):
+        function = flash.eager_of(next(attention_modules(tiny_model(family))))
+        assert is_attention(function, sinks, softcap)
+        assert not is_attention(function, not sinks, softcap)
+    sdpa = flash.former_attention("sdpa", torch.nn.Module())
+    assert is_attention(sdpa, False, False) and not is_attention(sdpa, True, False)
 
 
 def test_ends_may_be_repeated_and_changed_in_place():

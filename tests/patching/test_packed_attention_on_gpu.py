@@ -23,6 +23,7 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 512, "num
 FAMILIES = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 128}),
+    "gemma2": (transformers.Gemma2Config, {"head_dim": 64, "sliding_window": 40, "attn_logit_softcapping": 20.0}),
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 256, "sliding_window": 40, "num_hidden_layers": 6}),
 }
 CUTS = {"some": (70, 1, 130, 33, 266), "one": (500,), "300": tuple(3 + i % 11 for i in range(300))}

@@ -193,12 +193,9 @@ class DocumentMask:
         return moved
 
     def __getattr__(self, name: str) -> Any:
-        if not self.__dict__.get("alone"):  # unset in an object that is being made
+        if not self.__dict__.get("alone") or name.startswith("__"):  # unset in an object that is being made
             raise _NotATensor(name)
-        return getattr(self.tensor, name)
-
-    def __getitem__(self, at: Any) -> Any:
-        return _as_tensor(self, "__getitem__")[at]
+        return getattr(_as_tensor(self, name), name)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,6 +208,14 @@ def _as_tensor(mask: DocumentMask, name: str) -> Tensor:
     if not mask.alone or mask.tensor is None:
         raise _NotATensor(name)
     return mask.tensor
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda mask, *others: getattr(_as_tensor(mask, name), name)(*others)
+
+
+for _name in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "lt", "le", "gt", "ge", "invert"):
+    setattr(DocumentMask, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 class _NotATensor(ConfigError, AttributeError):

@@ -103,7 +103,7 @@ def why_documents_mix(model: Any, by_lengths: bool, trusted: bool = False) -> st
 def reads_documents(model: Any) -> bool:
     """Whether a patched model, without PEFT around it, reads the documents of packed rows by their lengths, at once.
 
-    Eager attention, as models with softcaps or sinks have it, would read one document after the other.
+    Eager attention, as models with softcaps or sinks have it, counts as one that does not: it is tried when it runs.
     """
     names = {attention_implementation(config) for config in attention_configs(model)}
     return names == {NAMES["sdpa"]} and why_documents_mix(model, by_lengths=True) is None
