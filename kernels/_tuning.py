@@ -26,8 +26,8 @@ class Architecture:
     name: str
     shared: int
     # Attention within documents, by the columns of a head that they go up to: queries and keys of a block, warps,
-    # stages (c8aeca4). Up to 128 they were swept; those for 256 and 512 fit into shared memory. Hopper's wgmma takes
-    # first operands of 64 rows and more: queries forward and for dq, keys for dk and dv.
+    # stages (c8aeca4; 256 and 512: docs/results/attention-nvidia-h100-80gb-hbm3.md). "narrow" is dkdv where windows are
+    # of 256 tokens at most.
     attention: dict[str, dict[int, tuple[int, int, int, int]]]
     attention_exact: dict[str, dict[int, tuple[int, int, int, int]]]  # in fp32: no tensor cores, large compile slowly
     # Attention of one token, by the columns of a head that they go up to: keys of a block, warps, stages (428bfe8d);
@@ -44,11 +44,12 @@ HOPPER = Architecture(
     "Hopper",
     227 * 1024,
     attention={
-        "forward": {128: (64, 32, 4, 3), 256: (64, 32, 4, 2), 512: (64, 32, 8, 2)},
-        "dq": {64: (64, 32, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2), 512: (64, 32, 8, 1)},
-        "dkdv": {128: (64, 64, 4, 2), 256: (32, 64, 8, 2)},
+        "forward": {128: (64, 32, 4, 3), 256: (128, 64, 8, 2), 512: (64, 32, 8, 2)},
+        "dq": {64: (64, 32, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2), 512: (64, 16, 8, 2)},
+        "dkdv": {128: (64, 64, 4, 2), 256: (64, 32, 4, 2)},
         "dk": {512: (32, 64, 8, 1)},
-        "dv": {512: (32, 64, 8, 1)},
+        "dv": {512: (32, 64, 8, 2)},
+        "narrow": {64: (32, 64, 4, 3)},
     },
     attention_exact=dict.fromkeys(ATTENTION, {256: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
     decode={64: (32, 4, 3), 256: (64, 4, 2)},
@@ -57,17 +58,28 @@ HOPPER = Architecture(
     swept=True,
 )
 BLACKWELL = replace(HOPPER, name="Blackwell", swept=False)  # of data centres: as much shared memory
-AMPERE = replace(HOPPER, name="Ampere", shared=163 * 1024, swept=False)  # A100: all of Hopper's fit
+AMPERE = replace(  # A100: all of Hopper's fit but for wide heads
+    HOPPER, name="Ampere", shared=163 * 1024, swept=False,
+    attention={
+        "forward": HOPPER.attention["forward"] | {256: (64, 32, 4, 2), 512: (64, 32, 8, 1)},
+        "dq": HOPPER.attention["dq"] | {512: (32, 32, 8, 1)},
+        "dkdv": HOPPER.attention["dkdv"],
+        "dk": {512: (32, 32, 8, 1)},
+        "dv": {512: (32, 64, 8, 1)},
+        "narrow": HOPPER.attention["narrow"],
+    },
+)  # fmt: skip
 # A40, RTX 30; L4, L40S, RTX 40; RTX 50: 100 KiB a multiprocessor, so half the keys or queries where heads are wide.
 GA10X = Architecture(
     "Ampere (GA10x)",
     99 * 1024,
     attention={
-        "forward": HOPPER.attention["forward"] | {512: (16, 32, 4, 1)},
+        "forward": HOPPER.attention["forward"] | {256: (64, 32, 4, 2), 512: (16, 32, 4, 1)},
         "dq": HOPPER.attention["dq"] | {256: (32, 32, 4, 2), 512: (16, 16, 4, 1)},
         "dkdv": HOPPER.attention["dkdv"] | {256: (32, 32, 4, 2)},
         "dk": {512: (16, 16, 4, 1)},
         "dv": {512: (16, 16, 4, 1)},
+        "narrow": HOPPER.attention["narrow"],
     },
     attention_exact=dict.fromkeys(ATTENTION, {128: (32, 32, 4, 1), 256: (16, 16, 4, 1), 512: (16, 16, 4, 1)})
     | {"dq": {128: (32, 32, 4, 1), 256: (16, 16, 4, 1), 512: (8, 16, 4, 1)}}

@@ -35,6 +35,7 @@ from ._triton import Launch, remembered, tl, triton, use_triton
 from ._tuning import SHAPES, Architecture, architecture_of
 
 WIDEST = 512  # D
+NARROW = 256  # a window up to which most blocks of dk and dv are masked ones
 TOGETHER = 256  # D up to which dk and dv lie in registers side by side
 BOUNDS_BLOCK, SINKS_BLOCK, PROGRAMS = SHAPES.ATTENTION_BOUNDS, SHAPES.ATTENTION_SINKS, SHAPES.ATTENTION_PROGRAMS
 
@@ -375,16 +376,18 @@ def _sinks_kernel(sinks_ptr, lse_ptr, delta_ptr, dsinks_ptr, T, BLOCK: tl.conste
     tl.store(dsinks_ptr + head, -tl.sum(total, 0))
 
 
-def tiles_of(kind: str, D: int, exact: bool, architecture: Architecture) -> Tiles:
+def tiles_of(kind: str, D: int, exact: bool, architecture: Architecture, window: int | None = None) -> Tiles:
     """Return the tiles of a kernel: "forward", "dq", "dkdv" up to TOGETHER columns, "dk" and "dv" beyond."""
-    of_width = (architecture.attention_exact if exact else architecture.attention)[kind]
+    table = architecture.attention_exact if exact else architecture.attention
+    narrow = kind == "dkdv" and not exact and window is not None and window <= NARROW
+    of_width = table["narrow"] if narrow and D <= max(table["narrow"]) else table[kind]
     return Tiles(*of_width[next(width for width in of_width if D <= width)])
 
 
 def parts_of(kind: str, key_heads: int, call: "_Call") -> int:
     """Return among how many programs the query heads of a key head are shared: as few as give every multiprocessor its
     programs."""
-    tiles = tiles_of(kind, call.D, call.exact, call.architecture)
+    tiles = tiles_of(kind, call.D, call.exact, call.architecture, call.window)
     programs = -(-call.T // tiles.n) * key_heads
     divisors = [parts for parts in range(1, call.group + 1) if call.group % parts == 0]
     return next((parts for parts in divisors if programs * parts >= PROGRAMS), call.group)
@@ -405,7 +408,7 @@ class _Call(NamedTuple):
 @remembered
 def _launch(kind: str, heads: int, call: _Call, strides: tuple[int, ...], parts: int = 1) -> Launch:
     kernel = {"forward": _forward_kernel, "dq": _dq_kernel}.get(kind, _dkdv_kernel)
-    tiles, constants = tiles_of(kind, call.D, call.exact, call.architecture), {}
+    tiles, constants = tiles_of(kind, call.D, call.exact, call.architecture, call.window), {}
     if kernel is _dkdv_kernel:
         constants = {"PARTS": parts, "KEYS": kind != "dv", "VALUES": kind != "dk"}
     programs = -(-call.T // (tiles.n if constants else tiles.m))  # of dk and dv by keys, the others by queries

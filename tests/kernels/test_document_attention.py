@@ -10,6 +10,7 @@ from kernel_checks import check
 from op_table import CASES
 from torch import Tensor
 
+from liger_trainer.kernels import _tuning
 from liger_trainer.kernels import document_attention as source
 from liger_trainer.kernels.document_attention import (
     document_attention,
@@ -146,6 +147,15 @@ def test_the_bound_sees_mistakes(triton_fp32, monkeypatch, mistake):
             assert seen, "the module's copy is wrong without a mistake"
         else:
             assert not seen, "not seen"
+
+
+def test_narrow_windows_have_tiles_of_their_own():
+    """As shipped: of dk and dv together, where most blocks are masked ones."""
+    for table in (_tuning.HOPPER, _tuning.AMPERE, _tuning.ADA):
+        narrow, wide = (source.tiles_of("dkdv", 64, False, table, window) for window in (128, 512))
+        assert narrow != wide == source.tiles_of("dkdv", 64, False, table)
+        assert source.tiles_of("dkdv", 128, False, table, 128) == source.tiles_of("dkdv", 128, False, table)
+        assert source.tiles_of("dkdv", 64, True, table, 128) == source.tiles_of("dkdv", 64, True, table)
 
 
 @pytest.mark.gpu

@@ -191,7 +191,7 @@ def test_sinks_softcaps_and_windows_of_packed_rows_take_our_kernel(ours, family)
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("length", [33, 20])  # four windows, or fewer
+@pytest.mark.parametrize("length", [20, 15])  # two windows, or fewer
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "gemma3", "llama"])
 def test_rows_of_one_document_take_our_kernel(ours, family, length, padded):
     """With sinks and softcaps always, else where a window is a small part; padding behind the tokens needs no mask."""
@@ -207,9 +207,27 @@ def test_rows_of_one_document_take_our_kernel(ours, family, length, padded):
     off = 1e-5 if family == "gemma2" else 1e-9  # whose own softmax is in fp32
     torch.testing.assert_close(got[real], want[real], rtol=off, atol=off)
     layers = getattr(model.config, "layer_types", None) or []
-    windows = layers.count("sliding_attention") if length > 32 or not padded else 0
+    windows = layers.count("sliding_attention") if length > 16 or not padded else 0
     assert len(ours) == (len(layers) if family in ("gpt_oss", "gemma2") else windows)
     assert all(how["ends"] == length and how["bounds"] is None for how in ours)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_whole_rows_of_wide_heads_take_our_kernel(ours, monkeypatch, family):
+    """Where sdpa has no fast kernel; narrower ones, cached keys and left padding are sdpa's."""
+    model, untouched, _ = packing(family)
+    ids = torch.stack(documents((13, 13), VOCAB - 5, seed=2))
+    left = torch.ones_like(ids)
+    left[0, :4] = 0
+    for width, count in ((model.config.head_dim, 0), (model.config.head_dim - 1, 2)):
+        monkeypatch.setattr(flash, "SDPA_WIDTH", width)
+        got, want = (each(ids, use_cache=False).logits for each in (model, untouched))
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+        assert len(ours) == count
+        for how in ({"attention_mask": left}, {"use_cache": True}):
+            model(ids, **how)
+    first = model(ids, use_cache=True)
+    model(ids[:, :3], past_key_values=first.past_key_values)
 
 
 def test_the_mask_of_rows_of_one_document_is_a_tensor_to_those_that_take_it_for_one():

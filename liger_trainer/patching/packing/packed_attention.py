@@ -285,9 +285,10 @@ _OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k
 # Keywords that change the scores, which FlashAttention-2 does not know, and those that our kernel knows.
 _OF_SCORES = ("softcap", "s_aux", "position_bias")
 _OF_OURS = ("softcap", "s_aux")
-# Where our kernel is the faster one: beside FlashAttention-2 (True) and beside a mask (False), by columns of a head up
-# to so many, of how many windows a row must have the length; 0: always, windows or not.
-OWN_WINDOWS = {True: {128: 0, 256: 2}, False: {128: 4, 512: 2}}
+# Who computes what, as measured: docs/results/attention-nvidia-h100-80gb-hbm3.md.
+OWN_WIDTH = 128  # columns of a head up to which our kernel is faster than FlashAttention-2, which has at most 256
+SDPA_WIDTH = 256  # and beyond which it is faster than sdpa without a mask
+WINDOWS_A_ROW = 2  # rows of so many windows or more are read without a mask
 OWN_DTYPES = (torch.float16, torch.bfloat16)  # fp32 has no tensor cores
 _DOCUMENTS: Any = WeakIdKeyDictionary()
 _FITS: dict[tuple, bool] = {}
@@ -346,13 +347,16 @@ def ours_serves(query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any], 
     return causal and fits and not how.get("dropout") and _autocast_dtype(query) in OWN_DTYPES and launches(query)
 
 
-def ours_is_faster(query: Tensor, how: dict[str, Any], window: int | None, than_flash: bool = True) -> bool:
-    """Whether our kernel takes less time than FlashAttention-2, or than a mask."""
-    if any(how.get(name) is not None for name in _OF_OURS):  # which FlashAttention-2 does not know
+def ours_is_faster(query: Tensor, how: dict[str, Any]) -> bool:
+    """Whether our kernel takes less time than FlashAttention-2, or FlashAttention-2 does not know how."""
+    return query.shape[3] <= OWN_WIDTH or any(how.get(name) is not None for name in _OF_OURS)
+
+
+def needs_no_mask(query: Tensor, how: dict[str, Any], window: int | None) -> bool:
+    """Whether rows of one document each are read faster without a mask than by the former implementation."""
+    if any(how.get(name) is not None for name in _OF_OURS) or query.shape[3] > SDPA_WIDTH:
         return True
-    width, length = query.shape[3], query.shape[2]
-    least = next((number for widest, number in OWN_WINDOWS[than_flash].items() if width <= widest), None)
-    return least == 0 or (least is not None and window is not None and length >= least * window)
+    return window is not None and query.shape[2] >= WINDOWS_A_ROW * window
 
 
 def flash_serves(query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> bool:
@@ -393,7 +397,7 @@ def attend(
     dtype = _autocast_dtype(query)
     q, k, v = (x.to(dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if ours_serves(query, key, value, how, causal):
-        if ours_is_faster(query, how, window) or not flash_serves(query, key, value, how):
+        if ours_is_faster(query, how) or not flash_serves(query, key, value, how):
             ends = documents.ends if documents.each is None else documents.each
             bounds = documents.bounds(q.shape[0], q.device) if documents.each is None else None
             output = document_attention(
@@ -493,13 +497,15 @@ class PackedAttention:
         if mask is not None and ends is None and self.former == "eager":
             mask.read(how.get("position_ids"))
         if mask is not None and ends is None and mask.index is None and (self.former == "eager" or mask.alone):
-            faster = ours_is_faster(query, how, mask.window, than_flash=False)  # than a mask of rows of one document
-            if not (faster and serves(former, query, key, value, how, causal)):
+            if not (needs_no_mask(query, how, mask.window) and serves(former, query, key, value, how, causal)):
                 return former(module, query, key, value, mask.tensor, **how)
         # A call that is not causal, cross-attention for example, may carry ends that are not of its keys.
         packed = mask is not None or (causal and ends is not None)
         if packed and query.shape[2] != key.shape[2]:
             raise ConfigError("Packed rows were given with keys of earlier calls. Call the model with use_cache=False.")
+        if not packed and self._is_wide(former, query, key, value, attention_mask, how, causal):
+            rows, length = query.shape[0], query.shape[2]
+            return attend(query, key, value, Documents.of_rows(rows, length, None, query.device), how), None
         if not packed or (mask is None and attention_mask is not None):
             return former(module, query, key, value, attention_mask, **how)
         window = how.get("sliding_window") if mask is None else mask.window
@@ -507,6 +513,14 @@ class PackedAttention:
         if serves(former, query, key, value, how, causal):
             return attend(query, key, value, documents, how, window=window), None
         return self._each(former, module, (query, key, value), documents, window, how), None
+
+    def _is_wide(
+        self, former: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, how: dict[str, Any], causal: bool
+    ) -> bool:  # fmt: skip
+        """Whether sdpa would compute causal attention of whole rows, without a mask, over heads too wide for it."""
+        if mask is not None or self.former != "sdpa" or not causal or not 1 < query.shape[2] == key.shape[2]:
+            return False
+        return query.shape[3] > SDPA_WIDTH and serves(former, query, key, value, how)
 
     def _each(
         self, former: Any, module: nn.Module, rows: tuple[Tensor, ...], documents: Documents, window: int | None,
