@@ -235,7 +235,7 @@ def test_the_mask_of_rows_of_one_document_is_a_tensor_to_those_that_take_it_for_
     mask = DocumentMask(1, 4, None, 2, "cpu", lambda: made, alone=True)
     assert mask.shape == made.shape and torch.equal(mask[..., :2], made[..., :2])
     assert torch.equal(torch.where(mask > 3, mask, 1.0), torch.where(made > 3, made, 1.0))
-    assert torch.equal(torch.ones(4) + mask, 1 + made)
+    assert torch.equal(torch.ones(4) + mask, 1 + made) and torch.equal(torch.cat([mask, made]), made.repeat(2, 1, 1, 1))
     assert torch.equal(copy.deepcopy(mask).tensor, made)
     # CUDA graphs take it as it is, since it depends on sizes only
     same, other = (DocumentMask(1, n, None, 2, "cpu", lambda: made, alone=True) for n in (4, 5))

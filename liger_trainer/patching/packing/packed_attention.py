@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import (
@@ -200,14 +199,21 @@ class DocumentMask:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", str(function))
-        args, kwargs = tree_map_only(cls, lambda mask: _as_tensor(mask, name), (args, kwargs or {}))
-        return function(*args, **kwargs)
+        named = {key: _with_tensors(value, name) for key, value in (kwargs or {}).items()}
+        return function(*_with_tensors(tuple(args), name), **named)
 
 
 def _as_tensor(mask: DocumentMask, name: str) -> Tensor:
     if not mask.alone or mask.tensor is None:
         raise _NotATensor(name)
     return mask.tensor
+
+
+def _with_tensors(value: Any, name: str) -> Any:
+    """Put tensors in the place of masks among the arguments of an operation."""
+    if type(value) in (tuple, list):
+        return type(value)(_with_tensors(item, name) for item in value)
+    return _as_tensor(value, name) if isinstance(value, DocumentMask) else value
 
 
 def _operator(name: str) -> Callable[..., Any]:
