@@ -67,22 +67,23 @@ def flatten(value: Any, tensors: Tensors) -> Any:
         return type(value), tuple(flatten(item, tensors) for item in value)
     if type(value) is dict:
         lengths_are_given = isinstance(value.get("cu_seq_lens_q"), Tensor)
-        return dict, tuple(
-            (key, _constant(item) if _is_constant(item, lengths_are_given) else flatten(item, tensors))
-            for key, item in value.items()
-        )
+        return dict, tuple((key, _flatten_mask(item, lengths_are_given, tensors)) for key, item in value.items())
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
         return value
     raise NotCapturable(f"a layer gets a {type(value).__name__}")
 
 
-def _is_constant(value: Any, lengths_are_given: bool) -> bool:
-    """Whether a mask says no more than sizes: attention reads the lengths beside it, or each row is one document."""
-    return isinstance(value, DocumentMask) and (lengths_are_given or value.alone)
+def _flatten_mask(value: Any, lengths_are_given: bool, tensors: Tensors) -> Any:
+    """Flatten a keyword of a layer: a mask that says no more than sizes is a constant.
 
-
-def _constant(mask: DocumentMask) -> Constant:
-    return Constant((mask.rows, mask.length, mask.window), mask)
+    So it is where attention reads the lengths beside it, or where each row is one document; there a model may still
+    read the mask's tensor.
+    """
+    if not isinstance(value, DocumentMask) or not (lengths_are_given or value.alone):
+        return flatten(value, tensors)
+    if value.alone and not lengths_are_given and value.is_read:
+        return flatten(value.tensor, tensors)
+    return Constant(value.sizes, value)
 
 
 def fill(structure: Any, tensors: Iterator[Tensor]) -> Any:

@@ -141,6 +141,9 @@ class Documents:
         return cls(torch.cat([ends, ends.new_tensor([index.numel()])]).to(torch.int32))
 
 
+_READ: set[tuple] = set()
+
+
 class DocumentMask:
     """Causal attention within documents, in place of a mask (rows, 1, length, length).
 
@@ -169,7 +172,17 @@ class DocumentMask:
     @cached_property
     def tensor(self) -> Tensor | None:
         """The mask of the former implementation."""
+        _READ.add(self.sizes)
         return self.make()
+
+    @property
+    def sizes(self) -> tuple[int, int, int | None]:
+        return self.rows, self.length, self.window
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a mask of these sizes has been read as a tensor, which cannot be made while a CUDA graph records."""
+        return self.sizes in _READ
 
     def read(self, position_ids: Any) -> None:
         """Look, once, for documents in positions (rows, length) that the model did not show its mask."""
@@ -503,7 +516,8 @@ class PackedAttention:
         if mask is not None and ends is None and self.former == "eager":
             mask.read(how.get("position_ids"))
         if mask is not None and ends is None and mask.index is None and (self.former == "eager" or mask.alone):
-            if not (needs_no_mask(query, how, mask.window) and serves(former, query, key, value, how, causal)):
+            faster = needs_no_mask(query, how, mask.window) and not how.get("output_attentions")
+            if not (faster and serves(former, query, key, value, how, causal)):
                 return former(module, query, key, value, mask.tensor, **how)
         # A call that is not causal, cross-attention for example, may carry ends that are not of its keys.
         packed = mask is not None or (causal and ends is not None)
