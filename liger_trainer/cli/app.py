@@ -109,3 +109,8 @@ def _main(arguments: list[str]) -> None:
         if is_main_process() or not isinstance(error, Interrupted):  # which all processes raise
             print(f"liger-trainer: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # of pathlib, about a path of the configuration or the command line
+            raise
+        print("liger-trainer: a path begins with ~ and a name, and no user of this name has a home.", file=sys.stderr)
+        sys.exit(ConfigError.exit_code)

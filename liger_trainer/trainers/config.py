@@ -98,8 +98,11 @@ class LigerDistillConfig(
         super().__post_init__()
         if self.loss_type == "dft":
             raise ValueError("loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'.")
-        if isinstance(self.losses, str):
-            self.losses = json.loads(self.losses)
+        if isinstance(self.losses, str):  # HfArgumentParser passes what stands on a command line
+            try:
+                self.losses = json.loads(self.losses)
+            except ValueError:
+                raise ValueError(f"losses: expected a list, or JSON text of one, got {self.losses!r}.") from None
         plan = self.loss_plan()
         check_options(
             self, ImagesConfig, LossConfig, NonFiniteConfig, QatConfig, RowsConfig, SamplingConfig, StepConfig,

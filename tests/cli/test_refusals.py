@@ -46,6 +46,10 @@ REFUSED = [
     ("run smollm2/sft_full max_steps", 2, "expected key=value, --key value or ~key, got 'max_steps'"),
     ("run smollm2/sft_full --max_stepz 3", 2, "max_stepz: unknown key. Did you mean max_steps?"),
     *((f"{command} anything", 2, instead) for command, instead in app.REMOVED.items()),
+    *(
+        (f"{command}~nobody-here/x", 2, "no user of this name has a home")
+        for command in ("report ", "preview run.yaml dataset_name=", "run run.yaml output_dir=")
+    ),
     ("ls distil", 2, "Did you mean distill?"),
     ("doctor", 2, "takes a model or --all"),
     ("doctor llama --all", 2, "takes a model or --all"),

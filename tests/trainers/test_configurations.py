@@ -40,6 +40,7 @@ VALUES: list[tuple[Any, dict[str, Any], str]] = [
     (KD, {"losses": [{**CE, "weight": 0}]}, "every weight is 0, so nothing would be learned"),
     (KD, {"loss_type": "dft"}, "loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'"),
     (KD, {"losses": []}, r"losses must be a list such as .*, got \[\]"),
+    (KD, {"losses": "ce"}, "losses: expected a list, or JSON text of one, got 'ce'"),
     (KD, {"losses": ["ce"]}, "Each of losses needs a type out of forward_kl, reverse_kl, jsd, .*; got 'ce'"),
     (KD, {"losses": [{**CE, "weight": "much"}]}, "losses: ce: weight: expected a number, got 'much'"),
     (KD, {"losses": [CE, CE]}, "losses names ce twice"),
