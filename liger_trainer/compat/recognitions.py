@@ -8,8 +8,10 @@ support. If the sample fails too, the library has changed, and `missed` says so 
 import functools
 import importlib
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -251,14 +253,45 @@ INTERFACE = Recognition(
 )
 
 
-def compares_with(kind: type, names: Any) -> bool:
-    """Whether a method of a class, in its model's own file, has one of the `names` as a constant."""
+def compares_with(kind: type, names: Any, besides: tuple[str, ...] = ()) -> bool:
+    """Whether a method of a class, in its model's own file, has one of the `names` as a constant; not one of those
+    called `besides`."""
     own = [base for base in kind.__mro__ if base.__module__.split(".")[-1].startswith("modeling_")]
     own = [base for base in own if base is not PreTrainedModel]  # whose file is called so too
-    methods = [method for base in own for method in vars(base).values() if inspect.isfunction(method)]
+    members = [member for base in own for member in vars(base).items() if member[0] not in besides]
+    methods = [method for _, method in members if inspect.isfunction(method)]
     literals = [literal for method in methods for literal in constants(inspect.unwrap(method))]
     # a comparison with several, `x in ("sdpa", "eager")`, has them in a tuple
     return any(name == c or (isinstance(c, tuple) and name in c) for c in literals for name in names)
+
+
+# Layers that share keys and values need not run for tokens whose logits nobody asks for. Gemma 4 leaves such tokens out
+# by a method that asks which attention runs, and does not where `logits_to_keep` is a tensor.
+SHARING_SLICES = "_maybe_slice_kv_shared_inputs"
+
+
+def keep_whole(method: Any, *given: Any, **named: Any) -> Any:
+    """Call the method of SHARING_SLICES, unbound, so that it leaves out none."""
+    bound = inspect.signature(method).bind(*given, **named)
+    bound.arguments["logits_to_keep"] = torch.zeros((), dtype=torch.int64)
+    return method(*bound.args, **bound.kwargs)
+
+
+@functools.cache
+def can_keep_whole(kind: type) -> bool:
+    """Whether a class has that method, and it then returns what it was given, tried with a number of logits to keep."""
+    method = getattr(kind, SHARING_SLICES, None)
+    if not inspect.isfunction(method):
+        return False
+    parameters = inspect.signature(method).parameters.values()
+    names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD][1:]
+    if not {"logits_to_keep", "cache"} <= set(names):
+        return False
+    given = {name: torch.zeros(1, 3, 2, device="cpu") for name in names}
+    how = given | {"logits_to_keep": 2, "cache": None}
+    found = keep_whole(method, SimpleNamespace(config=SimpleNamespace()), **how)
+    wanted = [given[name] for name in names if name not in ("logits_to_keep", "cache")]
+    return len(found) == len(wanted) and all(map(operator.is_, found, wanted))
 
 
 def hands_over_ends(kind: type) -> bool:

@@ -14,7 +14,13 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 
 from liger_trainer.common.replacements import Replacements
-from liger_trainer.compat.recognitions import is_attention, mask_structure
+from liger_trainer.compat.recognitions import (
+    SHARING_SLICES,
+    can_keep_whole,
+    compares_with,
+    is_attention,
+    mask_structure,
+)
 from liger_trainer.errors import ConfigError
 from liger_trainer.kernels.document_attention import document_attention
 from liger_trainer.patching.graphs.layer_graphs import flatten
@@ -96,6 +102,67 @@ def test_loss_and_gradients_are_those_of_documents_one_by_one(family, options, h
     assert not squares.operations
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)  # transformers' loss is in fp32
     assert_same_gradients(gradients, truth, 1e-5)
+
+
+@pytest.fixture
+def gemma4(monkeypatch):
+    """Gemma 4 whose last two layers take keys and values of the first two."""
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip("needs transformers with Gemma 4")
+    sizes = {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 4, "sliding_window": 8,
+             "num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB,
+             "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
+    monkeypatch.setitem(FAMILIES, "gemma4", ("Gemma4TextConfig", sizes))
+
+
+@pytest.mark.usefixtures("gemma4")
+def test_gemma4_reads_packed_rows_as_documents_one_by_one():
+    model, untouched, report = packing("gemma4")
+    assert report.swapped == {"packed attention": 1}
+    rows = documents(LENGTHS, VOCAB - 5)
+    want = one_by_one(untouched, rows)
+    truth = named_gradients(untouched, want)
+    got = model(**packed(rows), use_cache=False).loss
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    assert_same_gradients(named_gradients(model, got), truth, 1e-5)
+
+
+@pytest.mark.usefixtures("gemma4")
+@pytest.mark.parametrize("cache", [False, True])
+def test_gemma4_leaves_no_queries_out_by_the_implementation_s_name(cache):
+    """It would, for a number of logits, where layers share keys; sdpa then could not tell which tokens they see."""
+    model, untouched, _ = packing("gemma4")
+    ids = torch.stack(documents((13, 13), VOCAB - 5, seed=2))
+    for keep in (0, 1, 4, torch.tensor([2, 5])):
+        got, want = (each(ids, logits_to_keep=keep, use_cache=cache).logits for each in (model, untouched))
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    mask = (torch.arange(13) >= torch.tensor([[4], [0]])).long()
+    how = {"max_new_tokens": 6, "do_sample": False}
+    for given in ({}, {"attention_mask": mask}):
+        assert torch.equal(model.generate(ids, **given, **how), untouched.generate(ids, **given, **how))
+
+
+@pytest.mark.usefixtures("gemma4")
+def test_gemma4_gets_its_own_method_back():
+    model = tiny_model("gemma4")
+    replacements = Replacements()
+    pack_attention(model, replacements, PatchReport("gemma4"))
+    assert SHARING_SLICES in vars(model.model)
+    replacements.undo()
+    assert SHARING_SLICES not in vars(model.model) and model.config._attn_implementation == "sdpa"
+    kind = type(model.model)
+    assert can_keep_whole(kind) and compares_with(kind, NAMES) and not compares_with(kind, NAMES, (SHARING_SLICES,))
+
+
+def test_a_method_that_returns_something_else_is_not_exempt():
+    def changed(self, hidden_states, logits_to_keep, cache, **kwargs):
+        return (hidden_states + 1,)
+
+    def by_name(self, hidden_states, logits_to_keep, cache, **kwargs):
+        return (hidden_states,) if not isinstance(logits_to_keep, int) else (hidden_states[:, -logits_to_keep:],)
+
+    assert not can_keep_whole(type("Changed", (), {SHARING_SLICES: changed}))
+    assert can_keep_whole(type("ByName", (), {SHARING_SLICES: by_name})) and not can_keep_whole(torch.nn.Linear)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])

@@ -35,10 +35,13 @@ from ...common.replacements import Replacements, replaced_in_this_thread
 from ...compat.models import ATTENTION, attention_implementation
 from ...compat.recognitions import (
     INTERFACE,
+    SHARING_SLICES,
     asks_for_attention,
+    can_keep_whole,
     check,
     compares_with,
     is_attention,
+    keep_whole,
     mask_structure,
 )
 from ...compat.torch_internals import FLASH_ATTENTION, version_of
@@ -451,6 +454,10 @@ def pack_attention(model: Any, replacements: Replacements, report: PatchReport, 
         return
     for config in attention_configs(model):
         replacements.set(config, ATTENTION, OF_SLICES if sliced else NAMES[attention_implementation(config)])
+    for module in model.modules():
+        if can_keep_whole(type(module)):  # by the implementation's name it would leave queries out, and not keys
+            method = getattr(type(module), SHARING_SLICES)
+            replacements.set(module, SHARING_SLICES, functools.partial(keep_whole, method, module))
     report.swap(KIND)
 
 
@@ -468,7 +475,7 @@ def why_not_packed(model: Any) -> str | None:
     if getattr(model.config, "is_encoder_decoder", False):
         return "the model is an encoder-decoder"
     for kind in {type(module) for module in model.modules()}:
-        if compares_with(kind, NAMES):
+        if compares_with(kind, NAMES, (SHARING_SLICES,) * can_keep_whole(kind)):
             return f"{kind.__name__} computes something else for each attention implementation"
     eager = [module for module in attention_modules(model) if attention_implementation(module.config) == "eager"]
     if not all(map(eager_of, eager)):
