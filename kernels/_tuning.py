@@ -171,6 +171,7 @@ class H100:
     # Attention within documents: tokens a program of bounds, and at a time of the sinks' gradient; programs of dk and
     # dv that give each multiprocessor two. Not swept.
     ATTENTION_BOUNDS, ATTENTION_SINKS, ATTENTION_PROGRAMS = 256, 1024, 264
+    CAUSAL_CONV = 16, 128, 4  # tokens, channels, warps; not swept
 
     # Sampling: tiles of a row of logits, columns at a time, warps (not swept).
     DRAW_TOKENS = 16, 1024, 4

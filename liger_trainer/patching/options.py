@@ -40,6 +40,7 @@ class PatchOptions:
         towers: towers that read images or sound: attention over a whole batch in one call where the model calls it
             image by image, patches embedded by a product instead of a convolution, and placeholders counted before the
             tower runs.
+        hybrids: layers that mix tokens beside attention: causal convolutions (Qwen3.5, LFM2).
         fused_linear_cross_entropy: the loss from hidden states, without stored logits.
         cross_entropy: the loss's kernel on stored logits, for code that wants both. Not with the fused one.
     """
@@ -54,6 +55,7 @@ class PatchOptions:
     linear: bool = True
     lora: bool = True
     towers: bool = True
+    hybrids: bool = True
     fused_linear_cross_entropy: bool = True
     cross_entropy: bool = False
 

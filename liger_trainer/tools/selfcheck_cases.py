@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels.activation_linear import activation_linear
 from ..kernels.adamw import adamw_, adamw_reference
+from ..kernels.causal_conv import causal_conv, causal_conv_reference
 from ..kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from ..kernels.cross_entropy import cross_entropy
 from ..kernels.decode_attention import decode_attention, decode_attention_reference
@@ -141,6 +142,13 @@ def _documents(draw: Draw) -> Tensors:
     ends = torch.tensor([0, 1, s.rows // 2 - 8, s.rows // 2 - 8, s.rows], dtype=torch.int32)
     q, k, v = (draw(s.rows, heads, s.width) for heads in (s.heads, s.keys, s.keys))
     return {"q": q, "k": k, "v": v, "ends": ends}
+
+
+def _convolved(draw: Draw) -> Tensors:
+    """(1, rows, hidden) of documents that lie end to end, of one token, of many and of none."""
+    s = draw.sizes
+    ends = torch.tensor([0, 1, s.rows // 2, s.rows // 2, s.rows], dtype=torch.int32).clamp(max=s.rows)
+    return {"x": draw(1, s.rows, s.hidden), "weight": draw(s.hidden, 4), "ends": ends}
 
 
 def _kept(draw: Draw) -> Tensors:
@@ -360,6 +368,13 @@ CHECKS: tuple[Check, ...] = (
         "document_attention, sinks", partial(document_attention, softcap=5.0),
         partial(document_attention_reference, softcap=5.0),
         lambda draw: {**_documents(draw), "sinks": draw(draw.sizes.heads)}, ("q", "k", "v", "sinks"),
+    ),
+    *(
+        Check(
+            f"causal_conv{name}", partial(causal_conv, silu=silu), partial(causal_conv_reference, silu=silu),
+            _convolved, ("x", "weight"),
+        )
+        for name, silu in {"": False, ", silu": True}.items()
     ),
     Check("swiglu", swiglu, lambda gate, up: F.silu(gate) * up, _rows("gate", "up"), ("gate", "up")),
     Check("geglu", geglu, lambda gate, up: F.gelu(gate, approximate="tanh") * up, _rows("gate", "up"), ("gate", "up")),

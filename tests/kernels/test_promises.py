@@ -313,7 +313,8 @@ def test_adapters_wider_than_the_base(case, dtype):
 KEPT: dict[str, list[tuple[int, ...]]] = {
     "rms_norm": [(7,)], "add_rms_norm": [(7, 24), (7,)], "layer_norm": [(14,)], "gated_rms_norm": [(7,)],
     "gated_rms_norm, gate first": [(21,)], "rope": [], "qk_norm_rope": [(60,)], "qk_norm_rope, OLMo2": [(20,)],
-    "document_attention": [(70, 4, 16), (4, 70), (2, 70)], "swiglu": [], "swiglu, packed": [], "geglu": [],
+    "document_attention": [(70, 4, 16), (4, 70), (2, 70)], "causal_conv, silu": [(2, 23)],
+    "swiglu": [], "swiglu, packed": [], "geglu": [],
     "relu2": [(7, 24)], "clamped_swiglu": [], "clamped_swiglu, interleaved": [], "gated_linear": [],
     "gated_linear, silu, packed": [], "gated_mlp": [], "gated_mlp, packed": [], "activation_linear": [], "linears": [],
     "lora_linear": [(7, 1, 3)], "lora_linear, two adapters": [(7, 1, 8), (8, 24)],  # A is stacked

@@ -33,10 +33,11 @@ SIZES = {
         {"rows": 512, "experts": 16, "hidden": 256, "inner": 128, "rank": 16},
     ],
     "document_attention": [{"rows": 1999, "heads": 8, "width": width} for width in (64, 96, 128, 256, 320, 512)],
+    "causal_conv": [{"rows": 1999, "hidden": hidden} for hidden in (100, 6144)],
 }  # fmt: skip
 OWN_SIZES = ("one column", "whole tiles", "whole blocks", "one pair", "no power of two", "OLMo2, no power of two",
              "more heads than a tile", "no token", "Phi", "interleaved Phi", "groups of a column", "odd sizes",
-             "one expert")  # fmt: skip
+             "one expert", "two rows")  # fmt: skip
 FORMS = {name: case for name, case in CASES.items() if case.form not in OWN_SIZES}
 
 

@@ -169,6 +169,16 @@ def sinks(tensors: Tensors, draw: Draw) -> Tensors:
     return tensors | {"sinks": 2 * draw(tensors["q"].shape[1])}
 
 
+def taps(count: int) -> Callable:
+    return lambda tensors, draw: tensors | {"weight": draw(tensors["weight"].shape[0], count)}
+
+
+def two_rows(tensors: Tensors, draw: Draw) -> Tensors:
+    """Documents that go on from one row into the next."""
+    x = tensors["x"]
+    return tensors | {"x": torch.cat([x, draw(*x.shape)]), "ends": torch.tensor([0, 2, 30, 46], dtype=torch.int32)}
+
+
 def one_expert_a_token(tensors: Tensors, draw: Draw) -> Tensors:
     return tensors | {name: tensors[name][:, :1] for name in ("index", "weights")}
 
@@ -302,6 +312,14 @@ OPS = [
         "wide, all": (both(of_one_length(35), sinks),
                       {"softcap": 2.0, "window": 20, "sizes": {"heads": 4, "keys": 1, "width": 320}}),
     }, leading=False, rows=70),
+    *_cases("causal_conv", "x", "x weight bias", {
+        "": (None, {}), "silu": (None, {"silu": True}), "bias": (with_bias("weight"), {}),
+        "silu, bias": (with_bias("weight"), {"silu": True}), "whole rows": (without("ends"), {"silu": True}),
+        "two rows": (both(two_rows, with_bias("weight")), {"silu": True}), "one tap": (taps(1), {"silu": True}),
+        "two taps": (taps(2), {}), "seven taps": (taps(7), {"silu": True}),
+        "empty ones behind": (documents(0, 23, 23, 23), {}), "many": (documents(*range(24)), {"silu": True}),
+        "one column": (None, {"silu": True, "sizes": {"hidden": 1}}), "no token": (None, {"sizes": {"rows": 0}}),
+    }, leading=False, rows=23),
     *_cases("swiglu", "gate up", "gate up", GATED),
     *_cases("geglu", "gate up", "gate up", GATED | {
         "erf": (None, {"approximate": "none"}), "erf, packed": (packed(), {"approximate": "none"}),

@@ -21,6 +21,7 @@ from ...compat.models import attention_implementation
 from ...compat.recognitions import has_kernel, is_guarded_kernel
 from ...errors import ConfigError
 from .packed_attention import NAMES, OF_SLICES, attention_configs, why_not_packed
+from .token_mixers import is_ours
 
 _ATTENTION = (
     "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse",
@@ -90,7 +91,7 @@ def why_documents_mix(model: Any, by_lengths: bool, trusted: bool = False) -> st
         return "its forward takes no position_ids, which would start at 0 in each document"
     kinds = other_layers(model, config)
     if kinds:
-        return _why_layers_mix(model, config, ", ".join(kinds))
+        return _why_layers_mix(model, config, ", ".join(kinds), by_lengths)
     trusted = trusted and not type(model).__module__.startswith("transformers.")
     if not attention_configs(model) and config.model_type not in _APART and not trusted:
         return "its attention does not go through transformers' interface (ALL_ATTENTION_FUNCTIONS)"
@@ -124,11 +125,11 @@ def _convolving(model: Any, count: int) -> Iterator[nn.Module]:
             yield module
 
 
-def _why_layers_mix(model: Any, config: Any, kinds: str) -> str | None:
+def _why_layers_mix(model: Any, config: Any, kinds: str, by_lengths: bool) -> str | None:
     guarded = [f for place in {type(m).__module__ for m in model.modules()} for f in _guarded(sys.modules.get(place))]
     if config.model_type not in _HAND_OVER or not guarded:
         return f"its layers of type {kinds} take no lengths of documents"
-    missing = sorted({f.__name__ for f in guarded if not has_kernel(f)})
+    missing = sorted({f.__name__ for f in guarded if not has_kernel(f) and not (by_lengths and is_ours(f, model))})
     if missing:
         return (
             f"its layers of type {kinds} keep them apart with kernels that are not installed ({', '.join(missing)}, of "
