@@ -22,7 +22,6 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-from liger_trainer.kernels import _tuning  # noqa: E402
 from liger_trainer.kernels import document_attention as da  # noqa: E402
 
 S = 8192
@@ -224,7 +223,7 @@ def launches_of(case, kind, tiles, packed=False):
     q, k, v, s, do = operands(case)
     D, hq, hk, window, _, _ = CASES[case]
     bounds = da.document_bounds(torch.tensor(ENDS, dtype=torch.int32, device=DEVICE), S) if packed else None
-    call = da._Call(S, hq // hk, D, 0 if packed else S, D**-0.5, None, window, False, _tuning.architecture_of(q.device))
+    call = da._Call(S, hq // hk, D, 0 if packed else S, D**-0.5, None, window, False, da.architecture_of(q.device))
     o, lse, delta = torch.empty_like(q), torch.full((hq, S), 8.0, device=DEVICE), torch.zeros(hq, S, device=DEVICE)
     before = da.tiles_of
     if tiles is not None:
@@ -335,7 +334,8 @@ def main() -> None:
     first = [(case, kind, None) for case in CASES for kind in kinds_of(case)]
     first += [(case, kind, None, True) for case in PACKED for kind in kinds_of(case)]
     first.sort(key=lambda job: -CASES[job[0]][0])  # the longest first
-    defaults = {(case, kind): tuple(da.tiles_of(kind, CASES[case][0], False, _tuning.HOPPER, CASES[case][3]))
+    hopper = da.architecture_of(torch.device("cpu"))  # without a word to CUDA, which begins in each process
+    defaults = {(case, kind): tuple(da.tiles_of(kind, CASES[case][0], False, hopper, CASES[case][3]))
                 for case, kind, *_ in first}  # fmt: skip
     sweep = [(case, kind, t) for case, kinds in SWEEPS.items() for kind, ts in kinds.items() for t in ts
              if t != defaults[case, kind]]  # fmt: skip
