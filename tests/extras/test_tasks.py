@@ -2,7 +2,11 @@
 
 import builtins
 import importlib.util
+import io
 import json
+import re
+import shlex
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -194,6 +198,53 @@ def test_the_teacher_and_its_student_train_from_their_configurations(folder, cap
     out, _ = done(call(capsys, "run", "smollm2/distill_task", "keep_layers=[0,2]", *small))
     assert Path("outputs/smollm2/distill_task/metrics.json").is_file()
     assert "exact match" in out and "teacher's exact match" in out
+
+
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebooks" / "task.ipynb"
+SMALL = """
+BASE, TASK, SETTINGS = "base", "reasoning_gym:echo", "{words: 20, size: 40}"
+STEPS, STUDENT_STEPS, SECOND_STEPS = 2, 2, 2
+MORE = "per_device_train_batch_size=2 max_eval_rows=6 num_sample_completions=0 use_cpu=true disable_tqdm=true"
+"""
+
+
+def test_the_notebook_s_commands_run(tmp_path, capsys, monkeypatch):
+    """docs/notebooks/task.ipynb from top to bottom, in this process: `!` has the command line do what stands there."""
+    save_models(tmp_path, "base", num_hidden_layers=4)
+    monkeypatch.chdir(tmp_path)
+    without_report(monkeypatch)
+    monkeypatch.setattr("liger_trainer.run.reports.html.draw", lambda runs, labels: [])
+    printed: dict[str, str] = {}
+
+    def shell(line: str) -> None:
+        command, _, file = line.partition(" < ")
+        if file:
+            monkeypatch.setattr(sys, "stdin", io.StringIO(Path(file).read_text()))
+        name, *words = shlex.split(command)
+        assert name == "liger-trainer"
+        printed[f"{words[0]} {words[1]}"], _ = done(call(capsys, *words))
+
+    names: dict[str, object] = {"shell": shell}
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        tags, source = cell["metadata"].get("tags", []), "".join(cell["source"]).replace("\\\n", " ")
+        if cell["cell_type"] == "markdown" or "install" in tags:
+            continue
+        if "parameters" in tags:
+            given: dict[str, object] = {}
+            exec(source, given)
+            exec(SMALL, names)
+            assert given.keys() - names.keys() == set(), "SMALL has all parameters"
+            continue
+        exec(re.sub(r"^!(.*)$", lambda found: f"shell(f{found[1]!r})", source, flags=re.M), names)
+
+    table = printed["eval teacher"]
+    assert all(word in table for word in ("exact match", "teacher", "student", "tuned", "second"))
+    assert "perplexity" in printed["eval own_student"] and "exact match" not in printed["eval own_student"]
+    assert printed["chat student"].strip() and Path("compared.html").is_file()
+    layers = {name: json.loads(Path(name, "config.json").read_text())["num_hidden_layers"]
+              for name in ("teacher", "student", "tuned", "second", "own_teacher", "own_student")}  # fmt: skip
+    assert layers["teacher"] == layers["own_teacher"] == 4
+    assert layers["student"] == layers["tuned"] == layers["second"] == layers["own_student"] < 4
 
 
 def test_ranks_answer_each_question_once(folder, monkeypatch):
