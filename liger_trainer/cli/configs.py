@@ -186,6 +186,9 @@ def new(
             _ask("method", method, "Train all weights (full), LoRA (lora) or 4-bit LoRA (qlora)?", Method.lora, Method)
         )
     data = _ask("data", data, "Which rows? A .jsonl, .csv, .parquet file, a folder, a hub id", "trl-lib/Capybara")
+    counted = _count(Path(data).expanduser())
+    if counted is not None and not counted[0]:
+        raise ConfigError(f"--data: {data} has no rows.")
     text = configuration(file, purpose, model, teacher, method, data)
     from ..config.run_config import check_text
 

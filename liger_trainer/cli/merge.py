@@ -81,6 +81,8 @@ def merge(
 
 def _adapter(run_dir: Path) -> dict[str, Any]:
     """Return the adapter's configuration. Raise for everything that can be found without reading weights."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: no such directory; expected a run, a checkpoint or an adapter.")
     path = run_dir / ADAPTER
     if not path.is_file():
         inside = sorted(str(found.parent) for found in run_dir.glob(f"*/{ADAPTER}"))

@@ -170,6 +170,7 @@ def _meant(path: Path, wanted: str, known: Iterable[str]) -> str:
     local = did_you_mean(path.name, here.values()) or did_you_mean(f"{path.name}.yaml", here.values())
     if local:
         return local if path.parent == Path() else local.replace("mean ", f"mean {path.parent}/")
+    wanted = Path(wanted).as_posix()  # without the ./ that a shell's completion may add
     # `qwen3/sft_lora` is all of a name but the size.
     of_sizes = [name for name in known if name.startswith(f"{wanted}_")]
     return f" Did you mean {' or '.join(of_sizes)}?" if of_sizes else did_you_mean(wanted, known)

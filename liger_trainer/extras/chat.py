@@ -221,7 +221,7 @@ def _load(name: str, where: str, device: torch.device, trust: bool, revision: st
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         nowhere = (
-            "" if Path(source).is_dir() else f"there is no such folder in {Path.cwd()}, and as a model of the hub "
+            "" if Path(source).is_dir() else f"there is no such folder in {Path.cwd()}, and as a model of the hub: "
         )
         raise ConfigError(f"{where} cannot be loaded: {nowhere}{error}") from None
     # a run with gradient checkpointing saves it as False

@@ -53,6 +53,8 @@ def resumption(
         ConfigError: no such run or checkpoint, or the run is finished and `overrides` ask for nothing more; or its
             configuration has code of a model run, which a folder does not decide.
     """
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: no such directory; expected the output_dir of a run.")
     config = run_dir / CONFIG
     if not config.is_file():
         raise ConfigError(

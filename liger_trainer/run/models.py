@@ -213,8 +213,11 @@ def check_names(config: "RunConfig", path: str, model_config: PreTrainedConfig |
     attention = config["attn_implementation"]
     known = ["eager", *AttentionInterface().valid_keys()]
     if attention is not None and attention not in known and "/" not in attention:  # a kernel of the hub
-        hint = did_you_mean(attention, known)
-        raise config.error("attn_implementation", f"expected one of {', '.join(known)}, got {attention!r}.{hint}")
+        named_by_users = [name for name in known if not name.startswith("liger_")]  # packing sets ours by itself
+        hint = did_you_mean(attention, named_by_users)
+        raise config.error(
+            "attn_implementation", f"expected one of {', '.join(named_by_users)}, got {attention!r}.{hint}"
+        )
     named = {key: names_of_modules(config[key]) for key in _MODULES if config["use_peft"]}
     named = {key: names for key, names in named.items() if names and names not in ("all-linear", ["all-linear"])}
     if not named or model_config is None or config["trust_remote_code"]:

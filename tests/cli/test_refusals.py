@@ -35,6 +35,7 @@ def folder(tmp_path_factory):
     (folder / "finished").mkdir()
     (folder / "finished" / "metrics.json").write_text(json.dumps(content()))
     (folder / "mine.html").write_text("mine")
+    (folder / "none.jsonl").touch()
     return folder
 
 
@@ -92,6 +93,8 @@ REFUSED = [
     ("preview run.yaml use_peft=true lora_target_modules=w", 2, "student has no module called 'w'. It has"),
     (f"{CHATS} assistant_only_loss=true", 2, "command line: assistant_only_loss: this model's chat template does"),
     ("chat nowhere", 2, "nowhere cannot be loaded: there is no such folder in"),
+    ("merge nowhere merged", 2, "nowhere: no such directory; expected a run, a checkpoint or an adapter."),
+    ("resume nowhere", 2, "nowhere: no such directory; expected the output_dir of a run."),
     ("preview run.yaml max_length=2", 4, "No row of the train dataset has a supervised token"),
     ("preview run.yaml dataset_name=missing.jsonl", 2, "no such file or directory"),
     ("preview run.yaml --rows 0", 2, "--rows"),
@@ -122,6 +125,7 @@ REFUSED = [
     ("new --purpose sft --model a", 2, "--method is missing"),
     ("new --purpose sft --model a --teacher b", 2, "--teacher: only --purpose distill has a teacher."),
     ("new --purpose distill --model a", 2, "--teacher is missing"),
+    ("new --purpose sft --model student --method full --data none.jsonl", 2, "--data: none.jsonl has no rows."),
     ("new run.yaml --purpose sft", 2, "run.yaml exists; choose another name or add --force."),
 ]
 
@@ -133,3 +137,14 @@ def test_a_refusal_is_one_message_with_its_exit_code(folder, monkeypatch, capsys
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     refused(call(capsys, *shlex.split(words)), code, message)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_attention_of_our_own_is_not_offered(folder, monkeypatch, capsys):
+    from transformers import AttentionInterface
+
+    from liger_trainer.patching.packing import packed_attention
+
+    assert packed_attention.OF_SLICES in AttentionInterface().valid_keys()
+    monkeypatch.chdir(folder)
+    said = refused(call(capsys, "validate", "run.yaml", "attn_implementation=foo"), 2, "expected one of eager, ")
+    assert "liger_" not in said

@@ -55,6 +55,7 @@ def test_a_file_that_is_no_text_too_large_or_nowhere(tmp_path, monkeypatch):
     ("name", "meant"),
     [
         ("qwen3/sft_lora", "qwen3/sft_lora_0.6b or qwen3/sft_lora_1.7b or"),  # the size is left out
+        ("./qwen3/sft_lora", "qwen3/sft_lora_0.6b or qwen3/sft_lora_1.7b or"),
         ("mine.yml", "mine.yaml?"),
         ("mine", "mine.yaml?"),
         ("./mien.yaml", "mine.yaml?"),
