@@ -113,8 +113,8 @@ def _share_left_alone(diagnoses: list[Diagnosis]) -> list[str]:
     left = {name for report in reports for name in report.left_alone if name != "loss"} - swapped
     total = len(swapped) + len(left)
     return [
-        f"These families have {total} classes of norms, MLPs, experts and attention with a rotation: {len(left)} "
-        f"({100 * len(left) / max(total, 1):.0f} %) are left alone."
+        f"These families have {total} classes of norms, MLPs, experts, convolutions and attention with a rotation: "
+        f"{len(left)} ({100 * len(left) / max(total, 1):.0f} %) are left alone."
     ]
 
 

@@ -120,6 +120,7 @@ OPTIONAL = {
     "triton": "the kernels on a GPU; comes with CUDA builds of torch",
     "bitsandbytes": "load_in_4bit, load_in_8bit and the 8-bit optimizers",
     "deepspeed": "deepspeed: and the zero configurations of accelerate",
+    "fla-core": "gated delta rules (Qwen3.5, Qwen3-Next) at speed, and packed; `pip install fla-core einops`",
     "flash-attn": "attn_implementation: flash_attention_2",
     "kernels": "attn_implementation: kernels-community/...",
     "liger-kernel": "LinkedIn's kernels; ours do not need it",

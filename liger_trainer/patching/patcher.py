@@ -37,7 +37,7 @@ from .layers.mlps import REMADE, patch_mlps, remake_mlps
 from .layers.norms import patch_gated_norms, patch_norms
 from .options import NothingToPatch, PatchOptions, PatchReport
 from .packing.packed_attention import KIND, pack_attention
-from .packing.token_mixers import patch_convs
+from .packing.token_mixers import patch_hybrids
 from .vision import patch_patch_embedding, patch_placeholders, patch_tower_attention
 
 _MARK = "_liger_patched"
@@ -47,7 +47,7 @@ _NO_LOSS_FUNCTION = (
 # Parts that compute several layers at once come first: attention takes norms, MLPs take LoRA layers.
 PARTS = (
     patch_attention, patch_gated_norms, patch_norms, patch_mlps, patch_experts, patch_stacked_experts, patch_lora,
-    patch_linears, patch_convs, patch_tower_attention, patch_patch_embedding, patch_placeholders,
+    patch_linears, patch_hybrids, patch_tower_attention, patch_patch_embedding, patch_placeholders,
 )  # fmt: skip
 
 

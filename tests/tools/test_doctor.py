@@ -139,7 +139,8 @@ def test_the_page_of_models(some):
     assert "Of 3 families 2 can be built" in out and "norms of 2, the MLPs or experts of 2" in out
     assert "| llama | RMSNorm | SwiGLU | rope |  | fused |  |" in out
     # of Llama and Llama 4 each: norm, MLP, attention; an L2 norm; Llama 4's experts are left alone
-    assert "These families have 8 classes of norms, MLPs, experts and attention with a rotation: 1 (12 %)" in out
+    words = "norms, MLPs, experts, convolutions and attention with a rotation"
+    assert f"These families have 8 classes of {words}: 1 (12 %)" in out
     assert "Of 3 other classes with a causal-LM head 2 can be built" in out and "loss, which no longer stores" in out
     assert "| MoonshineForConditionalGeneration | LayerNorm |" in out and "| T5ForConditionalGeneration | " in out
     assert re.search(r"\| loss \| .*does not call `loss_function`.* \| T5ForConditionalGeneration \|", out)

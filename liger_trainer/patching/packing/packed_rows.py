@@ -18,10 +18,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...compat.deepspeed import sequence_parallel_group
 from ...compat.models import attention_implementation
-from ...compat.recognitions import has_kernel, is_guarded_kernel
+from ...compat.recognitions import is_guarded_kernel
 from ...errors import ConfigError
 from .packed_attention import NAMES, OF_SLICES, attention_configs, why_not_packed
-from .token_mixers import is_ours
+from .token_mixers import missing_for
 
 _ATTENTION = (
     "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse",
@@ -129,11 +129,12 @@ def _why_layers_mix(model: Any, config: Any, kinds: str, by_lengths: bool) -> st
     guarded = [f for place in {type(m).__module__ for m in model.modules()} for f in _guarded(sys.modules.get(place))]
     if config.model_type not in _HAND_OVER or not guarded:
         return f"its layers of type {kinds} take no lengths of documents"
-    missing = sorted({f.__name__ for f in guarded if not has_kernel(f) and not (by_lengths and is_ours(f, model))})
+    missing = sorted({lack for f in guarded if (lack := missing_for(model, f, by_lengths)) is not None})
     if missing:
         return (
             f"its layers of type {kinds} keep them apart with kernels that are not installed ({', '.join(missing)}, of "
-            "causal_conv1d, fla or mamba_ssm)"
+            "causal_conv1d, fla-core or mamba_ssm; `pip install fla-core einops` is enough for gated delta rules in a "
+            "patched model)"
         )
     return None
 

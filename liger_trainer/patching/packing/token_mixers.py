@@ -1,77 +1,110 @@
-"""Layers that mix tokens beside attention: causal convolutions, found by the function that their modules call.
+"""Layers that mix tokens beside attention: causal convolutions and the gated delta rule (Yang et al. 2024,
+arXiv:2412.06464), found by the functions that their modules call.
 
-transformers' file of a model has `causal_conv1d_fn`, which runs a kernel of the package causal_conv1d where that is
-installed. The function below its decorator is proved to be our op, and the instance gets a copy of its forward that
-calls ours (`rebound` of compat/code_objects.py). Ours reads the documents of packed rows by their lengths, as attention
-does (packed_attention.py).
+transformers' file of a model has `causal_conv1d_fn` and `torch_chunk_gated_delta_rule`, which run kernels of the
+packages causal_conv1d and fla-core where these are installed. The instance gets a copy of its forward that calls ours
+(`rebound` of compat/code_objects.py):
+
+causal convolution    our op, which the function below transformers' decorator is proved to be
+gated delta rule      fla-core's function, where it is installed, with chunks that are laid out on the device
+
+Both read the documents of packed rows by their lengths, as attention does (packed_attention.py).
 """
 
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ...common.replacements import Replacements
-from ...compat.code_objects import globals_read, rebound
+from ...compat.code_objects import closed_over, globals_read, rebound
 from ...compat.modules import replaced_forward
-from ...compat.recognitions import is_guarded_kernel
+from ...compat.recognitions import has_kernel, is_guarded_kernel
 from ...kernels.causal_conv import WIDEST, causal_conv, causal_conv_reference
+from ...kernels.runtime import is_interpreted
 from .. import structure
 from ..options import PatchOptions, PatchReport
-from .packed_attention import documents_of
+from .packed_attention import Documents, documents_of
 
-KIND = "causal conv"
-# The first parameters of the function for many tokens, and of the one for a token after those that a cache holds.
-_OF_TOKENS, _OF_ONE_TOKEN = ["hidden_states", "weight", "bias", "activation"], ["hidden_states", "conv_state"]
+# The first parameters of the functions for many tokens, and of those for a token after what a cache holds.
+_CONV = ["hidden_states", "weight", "bias", "activation"]
+_RULE = ["query", "key", "value", "g", "beta", "chunk_size"]
+_OF_ONE_TOKEN = (["hidden_states", "conv_state"], ["query", "key", "value", "g", "beta", "initial_state"])
 _ACTIVATIONS = (None, "silu", "swish")
+CHUNK = 64  # tokens that fla-core computes at once
+_CHUNKS: Any = WeakKeyDictionary()  # by documents, those of all layers
+NO_FLA = "fla-core is not installed, so it runs in plain torch, which is much slower: `pip install fla-core einops`"
 
 
-def patch_convs(model: nn.Module, options: PatchOptions, replacements: Replacements, report: PatchReport) -> None:
-    """Swap the causal convolutions in `model`, if `options.hybrids`."""
+def patch_hybrids(model: nn.Module, options: PatchOptions, replacements: Replacements, report: PatchReport) -> None:
+    """Swap the causal convolutions and delta rules in `model`, if `options.hybrids`."""
     if not options.hybrids:
         return
     for module in model.modules():
         kind = type(module)
-        for name, before in _convs_of(kind).items():
-            why = "its forward has been replaced" if structure.is_replaced(module) else why_no_conv(before)
-            if why is not None:
-                report.leave(f"{name} of {kind.__name__}", why)
-                continue
-            replacements.forward(module, rebound(kind.forward, name, before, replacement(before)))
-            report.swap(KIND)
+        forward = before = kind.forward
+        for name, function in _mixers_of(kind).items():
+            is_conv = _begins(function, _CONV)
+            why = why_no_conv(function) if is_conv else why_no_rule(function)
+            if structure.is_replaced(module):
+                why = "its forward has been replaced"
+            if why is None:
+                report.swap("causal conv" if is_conv else "delta rule")
+            else:
+                report.leave(f"{name} of {kind.__name__}" if is_conv else "delta rule", why)
+            if why is None or (not is_conv and why == refused()):
+                after = convolution(function) if is_conv else delta_rule(function, by_fla=why is None)
+                forward = rebound(forward, name, function, after)
+        if forward is not before:
+            replacements.forward(module, forward)
 
 
-def is_ours(function: Any, model: nn.Module) -> bool:
-    """Whether a function of a modelling file is a causal convolution that no module of a patched model calls.
+def missing_for(model: nn.Module, function: Any, by_lengths: bool) -> str | None:
+    """Say what a function of a modelling file lacks to keep documents apart in `model`, None where it does.
 
-    The function for one token counts with the other: it is called only with a cache, which packed rows have not.
+    Args:
+        by_lengths: the model is patched, and its batches bring lengths, which our functions read.
     """
-    if not _begins(function, _OF_TOKENS) and not _begins(function, _OF_ONE_TOKEN):
-        return False
-    convs = [module for module in model.modules() if _convs_of(type(module))]
-    forwards = [getattr(replaced_forward(module), "__func__", type(module).forward) for module in convs]
-    return bool(convs) and not any(globals_read(forward, _of_others) for forward in forwards)
+    known = any(_begins(function, names) for names in (_CONV, _RULE, *_OF_ONE_TOKEN))
+    if known and by_lengths and not _calls_others(model):
+        return None
+    if not has_kernel(function):
+        return function.__name__
+    return f"{function.__name__}: {why_no_rule(function)}" if _begins(function, _RULE) and refused() else None
 
 
-def _of_others(function: Any) -> bool:
-    """Whether a function mixes many tokens, and not by our convolution."""
-    return is_guarded_kernel(function) and not _begins(function, _OF_ONE_TOKEN)
+def _calls_others(model: nn.Module) -> bool:
+    """Whether a module of a model mixes many tokens by a function that is not ours, or none by one that is."""
+    mixing = [module for module in model.modules() if _mixers_of(type(module))]
+    forwards = [getattr(replaced_forward(module), "__func__", type(module).forward) for module in mixing]
+    rules = [f for module in mixing for f in _mixers_of(type(module)).values() if _begins(f, _RULE)]
+    by_torch = any(why_no_rule(rule) is not None for rule in rules)
+    return not mixing or by_torch or any(globals_read(forward, _mixes_tokens) for forward in forwards)
+
+
+def _mixes_tokens(function: Any) -> bool:
+    return is_guarded_kernel(function) and not any(_begins(function, names) for names in _OF_ONE_TOKEN)
 
 
 @functools.cache
-def _convs_of(kind: type) -> dict[str, Any]:
-    """Return the causal convolutions that the forward of a class calls, by their global names."""
-    return globals_read(kind.forward, _is_conv)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _is_conv(function: Any) -> bool:
-    return is_guarded_kernel(function) and _begins(function, _OF_TOKENS)
+def _mixers_of(kind: type) -> dict[str, Any]:
+    """Return the causal convolutions and delta rules that the forward of a class calls, by their global names."""
+    return globals_read(
+        kind.forward,  # pyright: ignore[reportAttributeAccessIssue]
+        lambda function: is_guarded_kernel(function) and (_begins(function, _CONV) or _begins(function, _RULE)),
+    )
 
 
 def _begins(function: Any, names: list[str]) -> bool:
+    """Whether a function has these first parameters; a delta rule's for many tokens also its name, as others, with a
+    decay for each column (Kimi), are called alike."""
+    if names is _RULE and "gated_delta_rule" not in getattr(function, "__name__", ""):
+        return False
     return list(inspect.signature(function).parameters)[: len(names)] == names
 
 
@@ -100,7 +133,7 @@ def why_no_conv(function: Callable) -> str | None:
 
 
 @functools.cache  # one function for all layers, so that torch.compile sees one
-def replacement(function: Callable) -> Callable:
+def convolution(function: Callable) -> Callable:
     """Return a function that is called like `function` and computed by our op."""
 
     def convolve(
@@ -118,3 +151,105 @@ def replacement(function: Callable) -> Callable:
         return causal_conv(x, weight, bias, ends, silu=activation is not None, bounds=bounds).transpose(1, 2)
 
     return convolve
+
+
+def why_no_rule(function: Any) -> str | None:
+    """Say why transformers' function of the delta rule does not run on fla-core, None where it does."""
+    if not has_kernel(function):
+        return NO_FLA
+    if not (getattr(closed_over(function).get("implementation"), "__module__", None) or "").startswith("fla."):
+        return "it runs a kernel of another package than fla-core"
+    return refused()
+
+
+@functools.cache
+def refused() -> str | None:
+    """Say why fla-core refuses the backward of the delta rule on this GPU, None where it does not.
+
+    One of its kernels (`chunk_bwd_dqkwg`) has wrong results on Hopper with Triton 3.4.0 to 3.7.0, and raises there.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9 or is_interpreted():
+        return None
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.partition("+")[0].split(".")[:3])
+    if not (3, 4, 0) <= version < (3, 7, 1) or importlib.util.find_spec("tilelang") is not None:
+        return None
+    return (
+        f"fla-core refuses its backward with Triton {triton.__version__} on Hopper GPUs, where its gradients would be "
+        "wrong (fla issue 640), so it runs in plain torch, which is much slower: `pip install 'triton>=3.7.1'` or `pip "
+        "install tilelang`"
+    )
+
+
+@functools.cache  # one function for all layers, so that torch.compile sees one
+def delta_rule(function: Any, by_fla: bool) -> Callable:
+    """Return a function that is called like transformers' and computed by fla-core's, which transformers has found.
+
+    Args:
+        by_fla: else, and on a CPU, by the function in plain torch, one document after the other.
+    """
+    plain, fla = inspect.unwrap(function), closed_over(function)["implementation"]
+
+    def compute(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, cu_seqlens: Tensor | None = None,
+        initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+        **how: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Return (rows, length, heads, width), and with `output_final_state` the state behind it.
+
+        Args:
+            query, key: (rows, length, heads, width); values may have more heads, of another width.
+            g, beta: (rows, length, heads of values).
+            cu_seqlens: (documents + 1), where documents begin and end in the rows laid end to end.
+        """
+        rows, length = query.shape[:2]
+        inputs: tuple[Tensor, ...] = (query, key, value, g, beta)
+        runs_fla = by_fla and (not query.is_cpu or is_interpreted())
+        normed: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        if cu_seqlens is None:
+            normed |= {"initial_state": initial_state, "output_final_state": output_final_state}
+            return (fla if runs_fla else plain)(*inputs, **normed)
+        documents = documents_of(cu_seqlens, how)
+        inputs = tuple(x.flatten(0, 1)[None] for x in inputs)
+        if runs_fla:
+            ends, chunks = chunks_of(documents, rows * length, query.device)
+            y = fla(*inputs, **normed, cu_seqlens=ends, chunk_indices=chunks)[0]
+        else:
+            lengths = [count for count in documents.lengths if count]
+            parts = zip(*(x.split(lengths, dim=1) for x in inputs), strict=True)
+            y = torch.cat([plain(*part, **normed)[0] for part in parts], dim=1)
+        return y.view(rows, length, *y.shape[2:]), None
+
+    return compute
+
+
+def chunks_of(documents: Documents, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the ends of documents, an empty one behind them, and the document and the number in it of each chunk.
+
+    There are as many chunks as so many documents can have, so that nothing depends on a number on the device. Those
+    that are left over are of the empty document, in which fla-core's kernels read and write nothing. Both tensors are
+    new for each batch and in each CUDA graph, since fla-core remembers by object what it makes of them.
+
+    Returns:
+        (documents + 2,) and (tokens // 64 + documents, 2), int32.
+    """
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    kept = None if capturing else _CHUNKS.get(documents)
+    if kept is None or kept[0].device != device:
+        with torch.inference_mode(False):  # a later pass may keep them for its backward
+            kept = _chunks(documents.ends.to(device, torch.int32), tokens)
+        if not capturing:
+            _CHUNKS[documents] = kept
+    return kept
+
+
+def _chunks(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    count = ends.shape[0] - 1
+    ends = torch.cat([ends, ends[-1:]])
+    chunks = (ends.diff() + (CHUNK - 1)) // CHUNK  # of each document
+    last = chunks.cumsum(0)
+    at = torch.arange(tokens // CHUNK + count, device=ends.device)
+    document = torch.searchsorted(last, at, right=True).clamp(max=count)
+    number = (at - (last - chunks)[document]).where(at < last[-1], 0)
+    return ends, torch.stack([document, number], 1).int()
