@@ -369,6 +369,10 @@ def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, A
     return changed if function is None else {**changed, "formatting_func": None}
 
 
+# Names of prompts and completions in many public datasets.
+_PAIRS = ("question", "answer"), ("query", "response"), ("instruction", "response"), ("input", "output")
+
+
 def no_usable_column(have: Iterable[str], text_field: str) -> str:
     """Say which columns rows may have, which these have, and what of them looks like a slip."""
     have = list(have)
@@ -376,6 +380,8 @@ def no_usable_column(have: Iterable[str], text_field: str) -> str:
     hints = [
         f" Rename {name!r} to {plain!r}." for name in have if (plain := name.strip().lower()) in read and plain != name
     ]
+    if pair := next((pair for pair in _PAIRS if {*pair} <= {*have}), None):
+        hints.append(f" Rename {pair[0]!r} to 'prompt' and {pair[1]!r} to 'completion'.")
     if len(have) == 1 and (separator := next((sign for sign in ";\t|" if sign in have[0]), None)):
         hints.append(f" The columns are separated by {separator!r}; in a .csv file expected commas.")
     return (

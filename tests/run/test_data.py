@@ -230,6 +230,7 @@ def test_the_demo_keeps_its_own_split(load, monkeypatch):
         ("\n\n", "split 'train' has no rows"),
         ("", "the file is empty"),
         ('{"Text": "a"}\n' * 2, "the rows have: Text. Rename 'Text' to 'text'."),
+        ('{"question": "a", "answer": "b"}\n', "Rename 'question' to 'prompt' and 'answer' to 'completion'."),
         ('{"text": "a\tb"}\n' * 2, "Invalid control character at character"),
     ],
 )  # fmt: skip
