@@ -41,7 +41,7 @@ def merge(
     """
     adapter = _adapter(run_dir)
     name = base or adapter.get("base_model_name_or_path")
-    if not name:
+    if not (name and isinstance(name, str)):
         raise ConfigError(f"{run_dir / ADAPTER} does not name its base model; name it with --base MODEL.")
     # Before the base is loaded, which may take minutes.
     _check_target(out, run_dir, name, force)

@@ -175,7 +175,7 @@ def adapter_at(name: Any, revision: str | None = None) -> Adapter | None:
         base = config.get("base_model_name_or_path")
     except (ValueError, AttributeError, OSError) as error:
         raise CorruptError(f"{name}: {ADAPTER} cannot be read: {error}") from None
-    if not base:
+    if not (base and isinstance(base, str)):
         raise ConfigError(f"{name} is an adapter, and its {ADAPTER} does not name its base model.")
     return Adapter(str(name), base, config.get("revision"), str(config.get("peft_type")))
 

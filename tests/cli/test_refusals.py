@@ -32,6 +32,8 @@ def folder(tmp_path_factory):
     (folder / "list.json").write_text("[]")
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text("{}")
+    (folder / "listed").mkdir()
+    (folder / "listed" / "adapter_config.json").write_text('{"base_model_name_or_path": ["student"]}')
     (folder / "finished").mkdir()
     (folder / "finished" / "metrics.json").write_text(json.dumps(content()))
     (folder / "mine.html").write_text("mine")
@@ -70,6 +72,8 @@ REFUSED = [
     ("run run.yaml attn_implementation=foo", 2, "command line: attn_implementation: expected one of eager, "),
     ("validate run.yaml attn_implementation=sdpaa", 2, "got 'sdpaa'. Did you mean sdpa?"),
     ("validate run.yaml attn_implementation=sdpaa model_name_or_path=not/here", 2, "got 'sdpaa'. Did you mean sdpa?"),
+    ("merge listed merged", 2, "does not name its base model"),
+    ("chat listed", 2, "does not name its base model"),
     ("validate run.yaml model_name_or_path=adapter", 2, "merge it first: liger-trainer merge adapter MERGED"),
     ("validate run.yaml fp16=true", 2, "command line: fp16: a CPU does not train in fp16"),
     ("run run.yaml fp16=true use_cpu=false", 2, "command line: fp16: a CPU does not train in fp16"),
