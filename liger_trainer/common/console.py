@@ -87,6 +87,22 @@ class _GuardedStream:
         return getattr(self._stream, name)
 
 
+def _open_closed_streams() -> None:
+    """Give a program that was started without a stream (`>&-`) one that leads nowhere, for Python has None there.
+
+    The first file that it opens would take the stream's number, and other libraries would print into it.
+    """
+    names = ("stdin", "stdout", "stderr")
+    closed = [number for number, name in enumerate(names) if getattr(sys, name) is None]
+    for number in closed:
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number, which is this one
+    for number in closed:
+        setattr(sys, names[number], open(os.devnull, "r+" if number else "r"))  # noqa: SIM115  until the process ends
+
+
 @contextmanager
 def guarded_output() -> Iterator[None]:
     """Within it nothing that is printed or logged holds a secret or moves a terminal's cursor, and a program goes on
@@ -95,6 +111,7 @@ def guarded_output() -> Iterator[None]:
     Raises:
         SystemExit: with 1 for such an error; with StorageError's code for a program that succeeded, but for its output.
     """
+    _open_closed_streams()
     streams = sys.stdout, sys.stderr
     guards = [_GuardedStream(stream) for stream in streams]
     sys.stdout, sys.stderr = guards  # type: ignore[assignment]

@@ -34,6 +34,7 @@ def folder(tmp_path_factory):
     (folder / "adapter" / "adapter_config.json").write_text("{}")
     (folder / "listed").mkdir()
     (folder / "listed" / "adapter_config.json").write_text('{"base_model_name_or_path": ["student"]}')
+    (folder / "listed" / "adapter_model.safetensors").write_bytes(b"")
     (folder / "finished").mkdir()
     (folder / "finished" / "metrics.json").write_text(json.dumps(content()))
     (folder / "mine.html").write_text("mine")

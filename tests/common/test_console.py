@@ -3,6 +3,8 @@
 import errno
 import io
 import os
+import shlex
+import subprocess
 import sys
 
 import pytest
@@ -77,6 +79,24 @@ def test_a_program_goes_on_without_its_output(number, code, ends, monkeypatch, c
         raise ends
     assert went_on and stopped.value.code == (ends.code or code)
     assert ("No space left on device" in capsys.readouterr().err) == (stopped.value.code == 8)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_program_that_was_started_without_a_stream_goes_on(closed, tmp_path):
+    program = """
+import os, sys
+from liger_trainer.common.console import guarded_output
+with guarded_output():
+    print("said"), print("said", file=sys.stderr), sys.stdin.read()
+    file = open("kept.txt", "w")
+    file.write(str(file.fileno() > 2))
+    os.write(1, b"lost"), os.write(2, b"lost")
+"""
+    (tmp_path / "program.py").write_text(program)
+    command = f"{shlex.quote(sys.executable)} program.py {closed}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, check=False)
+    assert ended.returncode == 0 and (tmp_path / "kept.txt").read_text() == "True"
 
 
 def test_another_error_of_a_stream_is_not_swallowed(monkeypatch, tmp_path):
