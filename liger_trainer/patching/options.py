@@ -125,7 +125,7 @@ class NothingToPatch(ConfigError):
         super().__init__(
             f"Nothing was found to patch in {report.model} for {wanted or 'no option'}. "
             + (f"Left alone: {report.reasons}. " if report.left_alone else "")
-            + (f"`liger-trainer doctor {report.model}` says more; " if report.model in CONFIG_MAPPING else "")
-            + f"the options are {', '.join(vars(options))}."
+            + (f"`liger-trainer doctor {report.model}` says more. " if report.model in CONFIG_MAPPING else "")
+            + f"The options are {', '.join(vars(options))}."
         )
         self.report = report

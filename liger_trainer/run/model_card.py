@@ -90,6 +90,7 @@ def model_card(config: "RunConfig", results: "RunResults", model: Published) -> 
         source=model.hub_model_id or title,
         base=hub_id(base) or Path(base.removeprefix(DEMO)).name,
         adapter=model.adapter,
+        called="student" if config.recipe == "distill" else "tuned",
         chat=model.chat,
         sections={
             "Model": _cells(_model_facts(config, results, model)),
