@@ -262,6 +262,12 @@ def test_an_unfinished_run_tells_what_there_is(unfinished, one_curve):
     assert read_run(unfinished / "checkpoint-5").steps == 5  # a checkpoint alone, such as a plain Trainer leaves
 
 
+def test_nothing_skipped_is_no_row_of_the_data(make):
+    run = read_run(make("one"))
+    run.data["rows_skipped_for"] = {}
+    assert "rows skipped for" not in data_facts(run) and "train rows" in data_facts(run)
+
+
 def test_a_finished_and_an_unfinished_run(make, unfinished, tmp_path, no_curves):
     """What one of them does not tell has no column, and is no difference."""
     one = make("one")

@@ -457,7 +457,7 @@ def training_facts(run: RunRecord) -> dict[str, str]:
 
 
 def data_facts(run: RunRecord) -> dict[str, str]:
-    known = {key: value for key, value in run.data.items() if value is not None}  # a file has no licence
+    known = {key: value for key, value in run.data.items() if value not in (None, {})}  # a file has no licence
     return {key.replace("_", " ").replace("sha256", "SHA-256"): count(value) for key, value in known.items()}
 
 
