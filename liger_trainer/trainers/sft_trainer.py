@@ -23,7 +23,7 @@ from ..compat.sft_trainer import (
 from ..errors import ConfigError
 from ..losses.model_parts import output_module
 from ..losses.spec import IGNORE_INDEX, LossOptions, TokenLossOutput, TokenWeights
-from ..patching.packing.packed_attention import documents_come_along, padded_on_the_right
+from ..patching.packing.document_mask import documents_come_along, padded_on_the_right
 from ..patching.packing.packed_rows import PackedRows, patch_packed_attention
 from ..patching.patcher import base_of, patched_record
 from ..plugins import QUANTISED, TrainerPlugin, of_trainer

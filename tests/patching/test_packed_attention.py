@@ -26,15 +26,8 @@ from liger_trainer.kernels.document_attention import document_attention
 from liger_trainer.patching.graphs.layer_graphs import flatten
 from liger_trainer.patching.options import PatchReport
 from liger_trainer.patching.packing import packed_attention as flash
-from liger_trainer.patching.packing.packed_attention import (
-    NAMES,
-    DocumentMask,
-    Documents,
-    attention_configs,
-    attention_modules,
-    pack_attention,
-    padded_on_the_right,
-)
+from liger_trainer.patching.packing.document_mask import DocumentMask, Documents, padded_on_the_right
+from liger_trainer.patching.packing.packed_attention import NAMES, attention_configs, attention_modules, pack_attention
 from liger_trainer.patching.patcher import patch
 
 LENGTHS = (7, 1, 12, 3, 18)  # 12 and 18 are longer than the windows of 8

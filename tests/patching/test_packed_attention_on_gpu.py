@@ -12,7 +12,8 @@ from tiny import named_gradients
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.patching.options import PatchReport
 from liger_trainer.patching.packing import packed_attention as flash
-from liger_trainer.patching.packing.packed_attention import Documents, pack_attention
+from liger_trainer.patching.packing.document_mask import Documents
+from liger_trainer.patching.packing.packed_attention import pack_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -15,7 +15,7 @@ from tiny import VOCAB, completions, tiny_model
 from trainings import a_teacher, assert_same_step, step
 
 from liger_trainer.errors import ConfigError, CorruptError
-from liger_trainer.patching.packing.packed_attention import padded_on_the_right
+from liger_trainer.patching.packing.document_mask import padded_on_the_right
 from liger_trainer.patching.patcher import patch, patched_record
 from liger_trainer.teachers.cache.records import HEAD, HiddenFormat
 from liger_trainer.teachers.cache.store import INDEX, TeacherCache, read_index

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ...compat.modules import own_parameters
 from ...kernels.weight_gradients import place_gradient, put_in_places
-from ..packing.packed_attention import DocumentMask
+from ..packing.document_mask import DocumentMask
 from .recorder import Recorder, Tensors
 
 # What a layer is called with, taken apart into tensors and a structure that two calls can be compared by.

@@ -29,7 +29,8 @@ from ...kernels.causal_conv import WIDEST, causal_conv, causal_conv_reference
 from ...kernels.runtime import is_interpreted
 from .. import structure
 from ..options import PatchOptions, PatchReport
-from .packed_attention import Documents, documents_of
+from .document_mask import Documents
+from .packed_attention import documents_of
 
 # The first parameters of the functions for many tokens, and of those for a token after what a cache holds.
 _CONV = ["hidden_states", "weight", "bias", "activation"]

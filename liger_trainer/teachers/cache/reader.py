@@ -13,7 +13,7 @@ from ...common.replacements import Replacements
 from ...errors import ConfigError, LigerTrainerError
 from ...losses.deferred_logits import DeferredLogits, DeferredPass
 from ...losses.model_parts import Head, device_of, output_module
-from ...patching.packing.packed_attention import padded_on_the_right
+from ...patching.packing.document_mask import padded_on_the_right
 from .records import Draws, RecordFormat, TeacherHead
 
 _CHUNK_LOGITS = 2**27  # logits in a chunk: 512 MiB in fp32, and again as much for each step on them
