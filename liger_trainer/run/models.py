@@ -372,6 +372,6 @@ def _device_map(config: "RunConfig") -> str | None:
     # `auto` with several processes would spread the model of each over all GPUs; so it would that of one that a
     # launcher has started, next to GPUs that are not its own.
     state = PartialState()
-    alone = state.distributed_type == DistributedType.NO
+    unlaunched = state.distributed_type == DistributedType.NO
     on_gpu = state.device is not None and state.device.type not in ("cpu", "mps")
-    return "auto" if alone and on_gpu and not config.drops_layers() else None
+    return "auto" if unlaunched and on_gpu and not config.drops_layers() else None

@@ -292,13 +292,13 @@ def test_whole_rows_of_wide_heads_take_our_kernel(ours, monkeypatch, family):
 
 def test_the_mask_of_rows_of_one_document_is_a_tensor_to_those_that_take_it_for_one():
     made = torch.arange(16.0).view(1, 1, 4, 4)
-    mask = DocumentMask(1, 4, None, 2, "cpu", lambda: made, alone=True)
+    mask = DocumentMask(1, 4, None, 2, "cpu", lambda: made, single=True)
     assert mask.shape == made.shape and torch.equal(mask[..., :2], made[..., :2])
     assert torch.equal(torch.where(mask > 3, mask, 1.0), torch.where(made > 3, made, 1.0))
     assert torch.equal(torch.ones(4) + mask, 1 + made) and torch.equal(torch.cat([mask, made]), made.repeat(2, 1, 1, 1))
     assert torch.equal(copy.deepcopy(mask).tensor, made)
     # to CUDA graphs it is a constant of its sizes, or a tensor once it was read as one
-    unread, same, other = (DocumentMask(1, n, None, 2, "cpu", lambda: made, alone=True) for n in (7, 7, 8))
+    unread, same, other = (DocumentMask(1, n, None, 2, "cpu", lambda: made, single=True) for n in (7, 7, 8))
     specs = [flatten({"attention_mask": each}, []) for each in (unread, same, other)]
     assert specs[0] == specs[1] != specs[2]
     assert unread.shape == made.shape

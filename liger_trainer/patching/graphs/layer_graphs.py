@@ -76,12 +76,12 @@ def flatten(value: Any, tensors: Tensors) -> Any:
 def _flatten_mask(value: Any, lengths_are_given: bool, tensors: Tensors) -> Any:
     """Flatten a keyword of a layer: a mask that says no more than sizes is a constant.
 
-    So it is where attention reads the lengths beside it, or where each row is one document; there a model may still
-    read the mask's tensor.
+    So it is where attention reads the lengths that come with it, or where each row is one document; there a model may
+    still read the mask's tensor.
     """
-    if not isinstance(value, DocumentMask) or not (lengths_are_given or value.alone):
+    if not isinstance(value, DocumentMask) or not (lengths_are_given or value.single):
         return flatten(value, tensors)
-    if value.alone and not lengths_are_given and value.is_read:
+    if value.single and not lengths_are_given and value.is_read:
         return flatten(value.tensor, tensors)
     return Constant(value.sizes, value)
 

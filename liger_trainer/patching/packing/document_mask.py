@@ -125,16 +125,16 @@ class DocumentMask:
         window: a token sees so many tokens, itself the last of them; None: all before it.
         device: of the batch.
         make: makes the mask of the former implementation, for rows that prove to hold one document each.
-        alone: each row is known to hold one document, with padding behind it or none. Then the mask is a tensor to a
+        single: each row is known to hold one document, with padding behind it or none. Then the mask is a tensor to a
             model that takes it for one.
     """
 
     def __init__(
         self, rows: int, length: int, index: Tensor | None, window: int | None, device: Any,
-        make: Callable[[], Tensor | None], alone: bool = False,
+        make: Callable[[], Tensor | None], single: bool = False,
     ):  # fmt: skip
         self.rows, self.length, self.index, self.window, self.device = rows, length, index, window, device
-        self.make, self.alone, self._read = make, alone, alone or index is not None
+        self.make, self.single, self._read = make, single, single or index is not None
 
     @cached_property
     def documents(self) -> Documents:
@@ -172,12 +172,12 @@ class DocumentMask:
         def make() -> Tensor | None:
             return None if self.tensor is None else self.tensor.to(device)
 
-        moved = DocumentMask(self.rows, self.length, index, self.window, device, make, self.alone)
+        moved = DocumentMask(self.rows, self.length, index, self.window, device, make, self.single)
         moved._read = self._read
         return moved
 
     def __getattr__(self, name: str) -> Any:
-        if not self.__dict__.get("alone") or name.startswith("__"):  # unset in an object that is being made
+        if not self.__dict__.get("single") or name.startswith("__"):  # unset in an object that is being made
             raise _NotATensor(name)
         return getattr(_as_tensor(self, name), name)
 
@@ -189,7 +189,7 @@ class DocumentMask:
 
 
 def _as_tensor(mask: DocumentMask, name: str) -> Tensor:
-    if not mask.alone or mask.tensor is None:
+    if not mask.single or mask.tensor is None:
         raise _NotATensor(name)
     return mask.tensor
 
@@ -258,5 +258,5 @@ class MaskMaker:
             ALL_MASK_ATTENTION_FUNCTIONS[self.former], batch_size=batch_size, q_length=q_length, kv_length=kv_length,
             mask_function=mask_function, use_vmap=False, device=device, **how,
         )  # fmt: skip
-        alone = attention_mask is not None  # the padding is left out of the mask, which depends on sizes only
-        return DocumentMask(batch_size, q_length, index, window, device, make, alone)
+        single = attention_mask is not None  # the padding is left out of the mask, which depends on sizes only
+        return DocumentMask(batch_size, q_length, index, window, device, make, single)

@@ -275,7 +275,7 @@ class PackedAttention:
         # Eager attention needs a mask for every row, so it gets our object for rows of one document, too.
         if mask is not None and ends is None and self.former == "eager":
             mask.read(how.get("position_ids"))
-        if mask is not None and ends is None and mask.index is None and (self.former == "eager" or mask.alone):
+        if mask is not None and ends is None and mask.index is None and (self.former == "eager" or mask.single):
             faster = needs_no_mask(query, how, mask.window) and not how.get("output_attentions")
             if not (faster and serves(former, query, key, value, how, causal)):
                 return former(module, query, key, value, mask.tensor, **how)

@@ -1,4 +1,4 @@
-"""Layers that mix tokens beside attention: causal convolutions and the gated delta rule (Yang et al. 2024,
+"""Layers that mix tokens otherwise than by attention: causal convolutions and the gated delta rule (Yang et al. 2024,
 arXiv:2412.06464), found by the functions that their modules call.
 
 transformers' file of a model has `causal_conv1d_fn` and `torch_chunk_gated_delta_rule`, which run kernels of the
