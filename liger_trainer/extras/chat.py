@@ -174,7 +174,8 @@ def open_chat(target: str, manner: Manner, device: str | None, trust: bool = Fal
         hint = f" There is one in {saved[-1]}." if saved else ""
         unfinished = "" if (path / METRICS).is_file() else " The run has not finished."
         raise ConfigError(f"{target} holds no model.{unfinished}{hint}")
-    student = _load("student" if config else target, str(path) if path.is_dir() else target, place, trust)
+    name = target if config is None else "student" if config.recipe == "distill" else "model"
+    student = _load(name, str(path) if path.is_dir() else target, place, trust)
     return Chat(student, lambda: _teacher(config, target, student, place, trust), manner)
 
 

@@ -242,6 +242,7 @@ def _facts(trainer: LigerTrainer, seconds: float, first: MeasureBefore) -> Train
     tokens = trainer.tokens_trained  # the last log may be of steps before, or of an evaluation
     assert isinstance(trainer.model, torch.nn.Module)
     parameters = list(trainer.model.parameters())
+    threads = torch.get_num_threads()
     return TrainingFacts(
         steps=trainer.state.global_step,
         epochs=round(trainer.state.epoch or 0.0, 3),
@@ -251,7 +252,7 @@ def _facts(trainer: LigerTrainer, seconds: float, first: MeasureBefore) -> Train
         tokens_per_second=round((tokens - first.tokens_before) / seconds, 1),
         peak_memory_mib=round(peak_memory_mib(trainer.args), 1),
         peak_memory_of="GPU memory allocated in training" if gpu else "resident memory of the process",
-        device=torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads",
+        device=torch.cuda.get_device_name() if gpu else f"CPU, {threads} thread{'s' * (threads != 1)}",
         processes=trainer.args.world_size,
         trainable_parameters=sum(shape_of(p).numel() for p in parameters if p.requires_grad),
         parameters=sum(shape_of(p).numel() for p in parameters),

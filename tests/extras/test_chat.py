@@ -19,7 +19,10 @@ LIMIT = 6
 def folder(tmp_path_factory):
     """Directories as runs leave them: one with a teacher, one with adapters beside their base."""
     folder = tmp_path_factory.mktemp("chat")
-    save_models(folder, "out", "teacher", "base")
+    save_models(folder, "out", "tuned", "teacher", "base")
+    (folder / "tuned" / "config.yaml").write_text(
+        "recipe: sft\nmodel_name_or_path: base\ndataset_name: rows.jsonl\noutput_dir: tuned\n"
+    )
     (folder / "out" / "config.yaml").write_text(
         "model_name_or_path: base\nteacher_model_name_or_path: teacher\ndataset_name: rows.jsonl\noutput_dir: out\n"
     )
@@ -122,6 +125,7 @@ def test_save_and_status(talk, folder, tmp_path):
         ("/retry", "out", "nothing was asked yet"),
         ("/teacher", "base", "base names no teacher that can be loaded here"),
         (" ".join(WORDS[:40] * 20), "out", "the chat has 802 tokens and student reads"),
+        (" ".join(WORDS[:40] * 20), "tuned", "the chat has 802 tokens and model reads"),
         ("hello", "killed", "killed holds no model. The run has not finished."),
         ("hello", "./nowhere", "./nowhere cannot be loaded"),
     ],
