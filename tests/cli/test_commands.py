@@ -310,14 +310,16 @@ def test_what_follows_two_dashes_goes_to_the_launcher(launched, tmp_path, monkey
     ],
     ids=str,
 )
-def test_auto_chooses_by_what_fits(launched, monkeypatch, capsys, mib, words, engine, said):
+def test_auto_chooses_by_what_fits(launched, tmp_path, monkeypatch, capsys, mib, words, engine, said):
     """None: nothing but the number of processes is said; "": it is refused."""
     device = SimpleNamespace(name="H100", total_memory=mib * 2**20)
     for name, value in (("is_available", True), ("device_count", 4), ("get_device_properties", device)):
         monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, value=value: value)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
-    command = launched("run", "smollm2/sft_full", "accelerate_config=auto", *words)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 40)  # the demo's take seconds to be read
+    rows = f"dataset_name={tmp_path / 'rows.jsonl'}"
+    command = launched("run", "smollm2/sft_full", rows, "accelerate_config=auto", *words)
     printed = capsys.readouterr()
     assert said in " ".join((printed.out + printed.err).split())
     if engine:
