@@ -273,7 +273,7 @@ def test_resume_refuses_a_damaged_checkpoint_that_is_asked_for(copy, cli):
         check_checkpoint({"resume_from_checkpoint": True, "output_dir": str(copy)})
     with pytest.raises(ConfigError, match="expected one of checkpoint-4, got 'checkpoint-9'"):
         resumption(copy, "checkpoint-9", [])
-    with pytest.raises(ConfigError, match="holds no config.yaml"):
+    with pytest.raises(ConfigError, match="nowhere: no such directory"):
         resumption(copy / "nowhere", None, [])
 
 
