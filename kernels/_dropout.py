@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ._triton import Launch, remembered, tl, triton
-from ._tuning import SHAPES
+from ._tuning import SHAPES, architecture_of
 
 LEVELS = 1 << 16
 WORD = 0xFFFFFFFF
@@ -41,6 +41,7 @@ class Tiling(NamedTuple):
 
 
 NARROW, MIDDLE, WIDE = (Tiling(*shape) for shape in SHAPES.DROPOUT_BACKWARD)
+THREE_STAGES = 168 * 1024  # bytes of shared memory that the backward's three stages take at most in fp32; two take 88
 
 
 class Run(NamedTuple):
@@ -297,8 +298,9 @@ def add_gradients(
     if rows * columns == 0:
         return None if parts is None else parts.zero_()
     strides = 0 if x is None else x.stride(0), 0 if dx is None else dx.stride(0)
+    few = g.dtype == torch.float32 and architecture_of(g.device).shared < THREE_STAGES
     for run in runs:
-        launch = _gradients_launch((rows, columns), strides, span, a.shape[0] // slots, slots, run)
+        launch = _gradients_launch((rows, columns), strides, span, a.shape[0] // slots, slots, run, few)
         launch(g, a, seed, x, dx, parts)
     return parts
 
@@ -335,14 +337,15 @@ def _values_launch(shape: tuple[int, int], stride: int, total: int, slots: int, 
 
 @remembered
 def _gradients_launch(
-    shape: tuple[int, int], strides: tuple[int, int], span: int, total: int, slots: int, run: Run
+    shape: tuple[int, int], strides: tuple[int, int], span: int, total: int, slots: int, run: Run, few_stages: bool
 ) -> Launch:
     start, rank, count, stream, threshold, _ = run
+    stages = {"num_stages": 2} if few_stages else {}  # else Triton's own number
     width, (rows, columns), tiling = _width(slots, run), shape, _tiling(slots, run)
     tile = max(16, min(tiling.columns, 64 * tiling.columns // width, triton.next_power_of_2(columns)))
     return Launch(
         _gradients_kernel, (-(-columns // tile) * -(-rows // span),),
         rows, columns, span, *strides, total, start, rank, stream, threshold,
         SLOTS=slots, COUNT=count, WIDTH=width, ROWS=tiling.rows, COLUMNS=tile,
-        num_warps=tiling.warps,
+        num_warps=tiling.warps, **stages,
     )  # fmt: skip
