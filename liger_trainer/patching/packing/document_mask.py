@@ -76,21 +76,27 @@ class Documents:
     def __init__(self, ends: Tensor, longest: int | None = None, each: int | None = None):
         self.ends, self.each = ends, each
         self._longest = longest
-        self._bounds: Tensor | None = None
+        self._of_layers: dict[tuple[str, torch.device], Any] = {}
 
     @cached_property
     def longest(self) -> int:
         return int(self.ends.diff().max()) if self._longest is None else int(self._longest)
 
-    def bounds(self, tokens: int, device: torch.device) -> Tensor:
-        """Return where each token's document begins and ends (`document_bounds`), computed once for all layers. A CUDA
-        graph computes its own, since the ends are others when it is replayed."""
+    def once(self, what: str, device: torch.device, make: Callable[[Tensor], Any]) -> Any:
+        """Return `make(ends)` on a device, computed once for all layers; `what` names it.
+
+        A CUDA graph computes its own, since the ends are others when it is replayed.
+        """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return document_bounds(self.ends.to(device), tokens)
-        if self._bounds is None or self._bounds.device != device:
+            return make(self.ends.to(device))
+        if (what, device) not in self._of_layers:
             with torch.inference_mode(False):  # a later pass may keep them for its backward
-                self._bounds = document_bounds(self.ends.to(device), tokens)
-        return self._bounds
+                self._of_layers[what, device] = make(self.ends.to(device))
+        return self._of_layers[what, device]
+
+    def bounds(self, tokens: int, device: torch.device) -> Tensor:
+        """Return where each token's document begins and ends (`document_bounds`)."""
+        return self.once("bounds", device, lambda ends: document_bounds(ends, tokens))
 
     @cached_property
     def lengths(self) -> list[int]:

@@ -16,7 +16,6 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,6 @@ _RULE = ["query", "key", "value", "g", "beta", "chunk_size"]
 _OF_ONE_TOKEN = (["hidden_states", "conv_state"], ["query", "key", "value", "g", "beta", "initial_state"])
 _ACTIVATIONS = (None, "silu", "swish")
 CHUNK = 64  # tokens that fla-core computes at once
-_CHUNKS: Any = WeakKeyDictionary()  # by documents, those of all layers
 NO_FLA = "fla-core is not installed, so it runs in plain torch, which is much slower: `pip install fla-core einops`"
 
 
@@ -235,14 +233,7 @@ def chunks_of(documents: Documents, tokens: int, device: torch.device) -> tuple[
     Returns:
         (documents + 2,) and (tokens // 64 + documents, 2), int32.
     """
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    kept = None if capturing else _CHUNKS.get(documents)
-    if kept is None or kept[0].device != device:
-        with torch.inference_mode(False):  # a later pass may keep them for its backward
-            kept = _chunks(documents.ends.to(device, torch.int32), tokens)
-        if not capturing:
-            _CHUNKS[documents] = kept
-    return kept
+    return documents.once("chunks", device, lambda ends: _chunks(ends.int(), tokens))
 
 
 def _chunks(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
