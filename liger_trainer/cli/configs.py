@@ -186,9 +186,6 @@ def new(
             _ask("method", method, "Train all weights (full), LoRA (lora) or 4-bit LoRA (qlora)?", Method.lora, Method)
         )
     data = _ask("data", data, "Which rows? A .jsonl, .csv, .parquet file, a folder, a hub id", "trl-lib/Capybara")
-    counted = _count(Path(data).expanduser())
-    if counted is not None and not counted[0]:
-        raise ConfigError(f"--data: {data} has no rows.")
     text = configuration(file, purpose, model, teacher, method, data)
     from ..config.run_config import check_text
 
@@ -293,11 +290,17 @@ class Pace:
 
 
 def pace_of(data: str, max_length: int) -> Pace:
-    """Return the pace for the rows in a local file or folder; the usual one where they are not counted."""
+    """Return the pace for the rows in a local file or folder; the usual one where they are not counted.
+
+    Raises:
+        ConfigError: there are none.
+    """
     counted = _count(Path(data).expanduser())
     if counted is None:
         return Pace()
     rows, tokens = counted
+    if not rows:
+        raise ConfigError(f"--data: {data} has no rows.")
     packed = tokens // max_length
     packing = packed >= ROWS * ENOUGH
     sequences = packed if packing else rows
