@@ -37,6 +37,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
         "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "sliding_window": 512,
     }),
+    "Gemma-4-E2B": ("gemma4_text", {
+        "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_attention_heads": 8,
+        "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512, "vocab_size": 262144, "sliding_window": 512,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    }),
+    "gpt-oss-20b": ("gpt_oss", {
+        "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "sliding_window": 128, "num_local_experts": 32,
+        "num_experts_per_tok": 4, **UNTIED,
+    }),
     "SmolLM2-135M": ("llama", {
         "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
         "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152,
@@ -51,7 +63,15 @@ TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
 }  # fmt: skip
-TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+TINY_OF = {  # besides TINY, by model type
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma4_text": {
+        "global_head_dim": 32, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16,
+        "num_hidden_layers": 3, "num_kv_shared_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+}  # fmt: skip
 COMMON = {"max_position_embeddings": 4096, "tie_word_embeddings": True}
 
 # Vision-language models with 8 layers in either tower. `tokens`: of an image of `grid` x `grid` patches, between
@@ -117,7 +137,10 @@ def config_of(shape: str, tiny: bool, **options: Any) -> Any:
     if shape in VISION:
         return _vision_config(vision_sizes(shape, tiny), options)
     model_type, sizes = SHAPES[shape]
-    small = {**TINY, **(TINY_EXPERTS if "num_experts" in sizes else {})} if tiny else {}
+    small = {**TINY, **TINY_OF.get(model_type, {})} if tiny else {}
+    layers = {**sizes, **small, **options}["num_hidden_layers"]
+    if kinds := {**sizes, **small}.get("layer_types"):
+        options["layer_types"] = kinds[:layers]
     return AutoConfig.for_model(model_type, **{**COMMON, **sizes, **small, **options})
 
 
@@ -143,7 +166,8 @@ def random_model(shape: str, tiny: bool, device: str, seed: int = 0, **options: 
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoModelForImageTextToText if shape in VISION else AutoModelForCausalLM
-    config = config_of(shape, tiny, attn_implementation="sdpa", use_cache=False, **options)
+    attention = "eager" if SHAPES.get(shape, ("",))[0] == "gpt_oss" else "sdpa"  # which has no sinks
+    config = config_of(shape, tiny, attn_implementation=attention, use_cache=False, **options)
     torch.manual_seed(seed)
     with torch.device(device):
         return kind.from_config(config, dtype=torch.bfloat16).train()
