@@ -49,6 +49,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "sliding_window": 128, "num_local_experts": 32,
         "num_experts_per_tok": 4, **UNTIED,
     }),
+    "Qwen3.5-0.8B": ("qwen3_5_text", {
+        "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248320, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16, "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+    }),
     "SmolLM2-135M": ("llama", {
         "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
         "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152,
@@ -65,6 +70,10 @@ TINY = {
 }  # fmt: skip
 TINY_OF = {  # besides TINY, by model type
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_5_text": {
+        "num_hidden_layers": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+    },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma4_text": {
         "global_head_dim": 32, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16,

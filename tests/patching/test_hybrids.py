@@ -274,12 +274,13 @@ def test_a_gpu_on_which_fla_refuses_its_backward_takes_plain_torch(with_rule, mo
     model = with_rule("qwen3_5_text", refusing)
     model.load_state_dict(plain.state_dict())
     token_mixers.refused.cache_clear()
+    monkeypatch.setattr(token_mixers, "_register_gradients", lambda: False)  # as before fla-core 0.6
     monkeypatch.setattr(token_mixers, "is_interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr("triton.__version__", "3.6.0")
     try:
-        assert "pip install 'triton>=3.7.1'" in token_mixers.refused()
+        assert "pip install 'fla-core>=0.6'" in token_mixers.refused()
     finally:
         monkeypatch.undo()
         reason = token_mixers.refused()
@@ -289,7 +290,7 @@ def test_a_gpu_on_which_fla_refuses_its_backward_takes_plain_torch(with_rule, mo
     patched = patch(model)
     assert reason in patched.report.reasons and "delta rule" not in patched.report.swapped
     assert_same(outcome(model, batches), want)
-    with pytest.raises(ConfigError, match="triton>=3.7.1"):
+    with pytest.raises(ConfigError, match="fla-core>=0.6"):
         patch_packed_attention(model, patched, PackedRows())
 
 

@@ -1,0 +1,116 @@
+"""The step of the gated delta rule's backward that fla-core refuses on Hopper, by products of torch.
+
+A chunk of up to C tokens begins with the state S (K, V), and reads queries q, keys k, values v, decays g, base-2
+logarithms that are summed up from the chunk's first token on, and w, by which v was made: v = u - w S. Its results are
+
+    o_i = s 2^(g_i) q_i S + s sum over j <= i of (q_i k_j) 2^(g_i - g_j) v_j       s: the scale
+    S' = 2^(g_C) S + sum over j of 2^(g_C - g_j) k_j^T v_j                         S': the next chunk's
+
+From their gradients do and dS', and dv:
+
+    P_ij = s (do_i v_j) 2^(g_i - g_j) for j <= i, else 0
+    dq_i = s 2^(g_i) do_i S^T + sum of P_ij k_j        dk_j = 2^(g_C - g_j) v_j dS'^T + sum over i of P_ij q_i
+    dw_i = -dv_i S^T
+    dg_i = q_i dq_i - k_i dk_i, and of the last token 2^(g_C) <S, dS'> + sum over j of 2^(g_C - g_j) k_j (v_j dS'^T);
+           of g as a natural logarithm, as fla-core goes on with it
+
+All chunks are computed at once, products in the inputs' dtype, with sums in fp32. Nothing is read on the host.
+
+Source    chunks of the gated delta rule: Yang et al. 2024, arXiv:2412.06464
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def chunk_gradients(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, h: Tensor, dh: Tensor, w: Tensor, g: Tensor, dv: Tensor,
+    scale: float, state_v_first: bool = False, cu_seqlens: Tensor | None = None, chunk_size: int = 64,
+    chunk_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dq, dk, dw and dg, as fla-core's `chunk_bwd_dqkwg` does, whose arguments these are.
+
+    Args:
+        q, k: (B, T, H, K).
+        v, do, dv: (B, T, heads of values, V), whose number is a multiple of H.
+        h, dh: (1 or B, chunks, heads of values, K, V), S and dS' of each chunk; with `state_v_first` (..., V, K).
+        w: (B, T, heads of values, K).
+        g: (B, T, heads of values), fp32.
+        cu_seqlens: (documents + 1,), where documents begin and end; B is 1 then.
+        chunk_indices: (chunks, 2), the document of a chunk, and its number there.
+
+    Returns:
+        dq, dk, as q and k; dw, as w; dg, as g.
+    """
+    B, T, H, K = k.shape
+    heads = v.shape[2]
+    at, is_token = _tokens_of_chunks(B, T, cu_seqlens, chunk_size, chunk_indices, k.device)
+    count = at.shape[0] * heads
+    head = torch.arange(heads, device=k.device)[:, None]
+    # (chunks x heads, C) from here on
+    rows, rows_of_keys = ((at[:, None] * n + own).flatten(0, 1) for n, own in ((heads, head), (H, head * H // heads)))
+    is_row = is_token[:, None].expand(-1, heads, -1).flatten(0, 1)
+
+    def read(x: Tensor, rows: Tensor = rows) -> Tensor:
+        """Return (chunks x heads, C, width), with 0 for what is no token of the chunk."""
+        return x.reshape(-1, x.shape[-1])[rows].masked_fill_(~is_row[..., None], 0)
+
+    def write(x: Tensor) -> Tensor:
+        """Return (B, T, heads, width). What is no token goes to one row behind."""
+        places = rows.masked_fill(~is_row, B * T * heads)
+        flat = x.new_empty(B * T * heads + 1, x.shape[-1])
+        return flat.index_copy_(0, places.flatten(), x.flatten(0, 1))[:-1].view(B, T, heads, -1)
+
+    queries, keys = read(q, rows_of_keys), read(k, rows_of_keys)
+    values, outputs = read(v), read(do)
+    states, d_states = (x.reshape(count, *x.shape[-2:]) for x in (h, dh))
+    if not state_v_first:  # (count, V, K) from here on
+        states, d_states = states.mT, d_states.mT
+    decay = read(g[..., None])[..., 0]
+    last = (is_row.sum(1, keepdim=True) - 1).clamp(min=0)
+    final = decay.gather(1, last)
+
+    causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=k.device).tril()
+    between = torch.exp2(decay[:, :, None] - decay[:, None]).where(causal & is_row[..., None], 0)
+    pairs = (_product(outputs, values.mT) * between * scale).to(k.dtype)
+    dq = _product(outputs, states.to(do.dtype)) * (torch.exp2(decay) * scale)[..., None] + _product(pairs, keys)
+    to_end = torch.exp2(final - decay).where(is_row, 0)
+    from_state = _product(values, d_states.to(v.dtype)) * to_end[..., None]
+    dk = from_state + _product(pairs.mT, queries)
+    dg = (dq * queries).sum(-1) - (dk * keys).sum(-1)
+    of_last = torch.exp2(final[:, 0]) * (states.to(dq.dtype) * d_states).sum((1, 2)) + (from_state * keys).sum((1, 2))
+    dg.scatter_add_(1, last, of_last[:, None])
+    dw = -_product(read(dv).to(v.dtype), states.to(v.dtype))
+
+    def of_keys(x: Tensor) -> Tensor:
+        return write(x).view(B, T, H, heads // H, K).sum(3)
+
+    return of_keys(dq).to(q.dtype), of_keys(dk).to(k.dtype), write(dw.to(w.dtype)), write(dg[..., None])[..., 0]
+
+
+def _tokens_of_chunks(
+    B: int, T: int, cu_seqlens: Tensor | None, size: int, chunk_indices: Any, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return for each chunk the place of its tokens among all B x T, and whether there is a token: (chunks, size)."""
+    if cu_seqlens is None:
+        chunks = -(-T // size)
+        begins = torch.arange(B, device=device).repeat_interleave(chunks)[:, None] * T
+        lengths, numbers = T, torch.arange(chunks, device=device).repeat(B)[:, None]
+    else:
+        documents, numbers = chunk_indices.long().unbind(1)
+        ends = cu_seqlens.long()
+        begins, numbers = ends[documents][:, None], numbers[:, None]
+        lengths = ends.diff()[documents][:, None]
+    within = numbers * size + torch.arange(size, device=device)
+    is_token = within < lengths
+    return torch.where(is_token, begins + within, 0), is_token
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b of batches of matrices of one dtype, in fp32 at least."""
+    if a.is_cuda and a.dtype.itemsize == 2:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return a.to(wide) @ b.to(wide)
