@@ -33,8 +33,7 @@ def chunk_gradients(
     """Return dq, dk, dw and dg, as fla-core's `chunk_bwd_dqkwg` does, whose arguments these are.
 
     Args:
-        q, k: (B, T, H, K).
-        v, do, dv: (B, T, heads of values, V), whose number is a multiple of H.
+        q, k: (B, T, H, K). v, do, dv: (B, T, heads of values, V), whose number is a multiple of H.
         h, dh: (1 or B, chunks, heads of values, K, V), S and dS' of each chunk; with `state_v_first` (..., V, K).
         w: (B, T, heads of values, K).
         g: (B, T, heads of values), fp32.
@@ -47,7 +46,6 @@ def chunk_gradients(
     B, T, H, K = k.shape
     heads = v.shape[2]
     at, is_token = _tokens_of_chunks(B, T, cu_seqlens, chunk_size, chunk_indices, k.device)
-    count = at.shape[0] * heads
     head = torch.arange(heads, device=k.device)[:, None]
     # (chunks x heads, C) from here on
     rows, rows_of_keys = ((at[:, None] * n + own).flatten(0, 1) for n, own in ((heads, head), (H, head * H // heads)))
@@ -65,24 +63,22 @@ def chunk_gradients(
 
     queries, keys = read(q, rows_of_keys), read(k, rows_of_keys)
     values, outputs = read(v), read(do)
-    states, d_states = (x.reshape(count, *x.shape[-2:]) for x in (h, dh))
-    if not state_v_first:  # (count, V, K) from here on
-        states, d_states = states.mT, d_states.mT
+    h, dh = (x.flatten(0, 2) if state_v_first else x.flatten(0, 2).mT for x in (h, dh))  # (chunks x heads, V, K)
     decay = read(g[..., None])[..., 0]
     last = (is_row.sum(1, keepdim=True) - 1).clamp(min=0)
     final = decay.gather(1, last)
 
-    causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=k.device).tril()
-    between = torch.exp2(decay[:, :, None] - decay[:, None]).where(causal & is_row[..., None], 0)
+    causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=k.device).tril() & is_row[..., None]
+    between = torch.exp2(decay[:, :, None] - decay[:, None]).where(causal, 0)
     pairs = (_product(outputs, values.mT) * between * scale).to(k.dtype)
-    dq = _product(outputs, states.to(do.dtype)) * (torch.exp2(decay) * scale)[..., None] + _product(pairs, keys)
+    dq = _product(outputs, h.to(do.dtype)) * (torch.exp2(decay) * scale)[..., None] + _product(pairs, keys)
     to_end = torch.exp2(final - decay).where(is_row, 0)
-    from_state = _product(values, d_states.to(v.dtype)) * to_end[..., None]
+    from_state = _product(values, dh.to(v.dtype)) * to_end[..., None]
     dk = from_state + _product(pairs.mT, queries)
     dg = (dq * queries).sum(-1) - (dk * keys).sum(-1)
-    of_last = torch.exp2(final[:, 0]) * (states.to(dq.dtype) * d_states).sum((1, 2)) + (from_state * keys).sum((1, 2))
+    of_last = torch.exp2(final[:, 0]) * (h.to(dq.dtype) * dh).sum((1, 2)) + (from_state * keys).sum((1, 2))
     dg.scatter_add_(1, last, of_last[:, None])
-    dw = -_product(read(dv).to(v.dtype), states.to(v.dtype))
+    dw = -_product(read(dv).to(v.dtype), h.to(v.dtype))
 
     def of_keys(x: Tensor) -> Tensor:
         return write(x).view(B, T, H, heads // H, K).sum(3)
