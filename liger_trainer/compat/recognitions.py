@@ -285,12 +285,13 @@ def can_keep_whole(kind: type) -> bool:
         return False
     parameters = inspect.signature(method).parameters.values()
     names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD][1:]
-    if not {"logits_to_keep", "cache"} <= set(names):
+    cache = {"cache", "past_key_values"} & set(names)  # the latter until transformers 5.23
+    if "logits_to_keep" not in names or not cache:
         return False
-    given = {name: torch.zeros(1, 3, 2, device="cpu") for name in names}
-    how = given | {"logits_to_keep": 2, "cache": None}
+    given = {name: torch.zeros(1, 3, 2, device="cpu") for name in names if name not in ("logits_to_keep", *cache)}
+    how = given | {"logits_to_keep": 2} | dict.fromkeys(cache)
     found = keep_whole(method, SimpleNamespace(config=SimpleNamespace()), **how)
-    wanted = [given[name] for name in names if name not in ("logits_to_keep", "cache")]
+    wanted = list(given.values())
     return len(found) == len(wanted) and all(map(operator.is_, found, wanted))
 
 
