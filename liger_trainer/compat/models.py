@@ -57,6 +57,8 @@ def modules_kept_in_fp32(model: Any) -> list[str]:
 
 # The method that transformers' decorator `use_experts_implementation` gives experts: act(gate) * up of both in one.
 GATE = "_apply_gate"
+# The parameters of such experts, of three dimensions.
+STACKED = ("gate_up_proj", "down_proj")
 
 
 def apply_gate(module: Any, packed: Tensor) -> Tensor:

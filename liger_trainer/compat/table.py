@@ -60,6 +60,12 @@ NAMES = (
     Name("transformers.quantizers.quantizers_utils", "should_convert_module",
          "the layers that are trained quantised are those that are loaded so", ("full_name", "patterns")),
     Name("transformers.modeling_utils", "PreTrainedModel._keep_in_fp32_modules", "the same"),
+    Name("transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer.param_needs_quantization",
+         "experts are quantised to 4 bits too: replaced meanwhile", ("model", "param_name", "kwargs")),
+    Name("transformers.integrations.bitsandbytes", "Bnb4bitQuantize", "the same"),
+    Name("transformers.quantizers.quantizer_mxfp4", "Mxfp4HfQuantizer.param_element_size",
+         "memory is reserved for MXFP4's experts as they are: replaced meanwhile", ("model", "param_name", "param")),
+    Name("transformers.integrations.mxfp4", "Mxfp4Dequantize", "MXFP4's experts stay packed: replaced meanwhile"),
     # metrics and checkpoints
     Name(_SFT, "SFTTrainer._tag_names", "tags of the model card"),
     Name(_SFT, "SFTTrainer._name", "the method that the model card names"),

@@ -1,5 +1,6 @@
 """Open and load the models of a run: first everything that can be checked without weights, then the weights."""
 
+import contextlib
 import json
 import os
 import re
@@ -20,11 +21,15 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils.quantization_config import Mxfp4Config
 from trl import get_quantization_config
 
 from .. import plugins
+from ..common.console import announce
 from ..common.options import did_you_mean
 from ..common.weights import adapter_at, auto_class, check_mergeable, load_whole
+from ..compat.quantizers import experts_in_4_bits, packed_experts
+from ..config.conflicts import is_sharded
 from ..errors import ConfigError
 from ..losses.plan import plan_of
 from ..plugins import DEMO
@@ -353,16 +358,27 @@ def load_weights(config: "RunConfig", files: ModelFiles, **changes: Any) -> PreT
         options["quantization_config"] = quantization
     options.update(config.init_kwargs("model_init_kwargs"))
     options.update(changes)
+    # Engines that share weights out cannot split packed ones.
+    packs = config["use_peft"] and not is_sharded(config.values)
+    stored = getattr(files.config, "quantization_config", None) or {}
+    if packs and stored.get("quant_method") == "mxfp4" and "quantization_config" not in options:
+        options["quantization_config"] = Mxfp4Config(dequantize=True)  # keeps the class of the experts
     # What is no dtype of torch stays text, for transformers to refuse.
     if isinstance(options["dtype"], str) and options["dtype"] != "auto":
         options["dtype"] = getattr(torch, options["dtype"], options["dtype"])
     try:
-        return load_whole(auto_class(files.config).from_pretrained, files.path, **options)
+        with experts_in_4_bits() if packs else contextlib.nullcontext():
+            model = load_whole(auto_class(files.config).from_pretrained, files.path, **options)
     except ConfigError as error:
         raise config.error(files.key, str(error)) from error
     except (OSError, ValueError, TypeError, ImportError) as error:
         key = config.named_in(str(error)) if files.key == "model_name_or_path" else None
         raise config.error(key or files.key, f"{config[files.key]} cannot be loaded: {error}") from error
+    packed = packed_experts(model)
+    if packed:
+        size = sum(weight.codes.nbytes + weight.scales.nbytes for weight in packed)
+        announce(f"Experts stay in 4 bits: {sum(map(len, packed)) // 2} experts in {size / 1e9:.2f} GB.")
+    return model
 
 
 def _device_map(config: "RunConfig") -> str | None:

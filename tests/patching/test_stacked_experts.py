@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from trl import SFTTrainer
 
 from liger_trainer import LigerTrainer
+from liger_trainer.compat.four_bit_tensor import FourBitTensor
 from liger_trainer.patching.patcher import patch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, about a second adapter
@@ -179,6 +180,56 @@ def test_quantised_experts():
         model(**masked_batch()).loss.backward()
     for own, other in pairs:
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def in_4_bits(model: Any, unpacks: bool = False) -> Any:
+    """The model with experts in 4 bits: MXFP4 of gpt-oss, nf4 of others; or with the numbers that those stand for."""
+    for module in experts_of(model):
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(module, name).detach()
+            if getattr(module, "is_transposed", False):
+                experts, inputs, outputs = weight.shape
+                generator = torch.Generator().manual_seed(inputs)
+                blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator)
+                scales = torch.randint(120, 124, blocks.shape[:-1], generator=generator)
+                quantised = FourBitTensor.mxfp4(blocks.to(torch.uint8), scales.to(torch.uint8), weight.dtype)
+            else:
+                quantised = FourBitTensor.nf4(weight)
+            setattr(module, name, nn.Parameter(quantised.unpacked() if unpacks else quantised, requires_grad=False))
+    return model
+
+
+IN_4_BITS = {"qwen3_moe": {}, "gpt_oss": {"hidden_size": 64, "intermediate_size": 32}}
+
+
+@pytest.mark.parametrize("parameters", [BOTH, []], ids=["adapted", "frozen"])
+@pytest.mark.parametrize("family", IN_4_BITS)
+def test_experts_in_4_bits(family, parameters):
+    """Loss and gradients of adapters are those of the unpacked experts, which have none."""
+    plain, ours = (wrapped(in_4_bits(tiny(family, **IN_4_BITS[family]), u), parameters) for u in (True, False))
+    assert patch(ours).report.swapped["LoRA experts" if parameters else "frozen experts"] == 2
+    assert_same_step(ours, plain)
+    ours(**masked_batch()).loss.backward()
+    assert all(
+        isinstance(getattr(m, n), FourBitTensor) for m in experts_of(ours) for n in ("gate_up_proj", "down_proj")
+    )
+    assert all((p.grad is not None) == p.requires_grad for p in ours.parameters())
+
+
+@pytest.mark.parametrize("run", ["plain", "checkpointing"])
+def test_experts_in_4_bits_through_the_trainer(run, tmp_path):
+    results = []
+    for unpacks in (True, False):
+        torch.manual_seed(3)
+        peft_config = lora(r=4, target_modules=["q_proj", "o_proj"], target_parameters=BOTH)
+        options = {"output_dir": str(tmp_path / str(unpacks)), "max_steps": 3, "max_length": 12, **RUNS[run][0]}
+        results.append(trained(sft(in_4_bits(tiny(), unpacks), peft_config=peft_config, **options)))
+    want, got = map(logged, results)
+    assert got == pytest.approx(want, rel=1e-5) and len(want) == 3
+    results[1].save_model(str(tmp_path / "saved"))
+    assert {p.name for p in (tmp_path / "saved").glob("*.safetensors")} == {"adapter_model.safetensors"}
+    with pytest.raises(RuntimeError, match="liger-trainer merge"):
+        results[1].model.merge_and_unload()
 
 
 def adapters(model: Any) -> list[nn.Parameter]:

@@ -59,6 +59,7 @@ from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
 from liger_trainer.kernels.decode_attention import QKNorm, Rotation, decode_attention  # noqa: E402
 from liger_trainer.kernels.divergence_kinds import ROW_KINDS  # noqa: E402
 from liger_trainer.kernels.draw_tokens import draw_tokens, note_tokens  # noqa: E402
+from liger_trainer.kernels.four_bits import unpack  # noqa: E402
 from liger_trainer.kernels.gradient_norm import gradient_norm  # noqa: E402
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence  # noqa: E402
@@ -331,6 +332,13 @@ def sampling(dtype: torch.dtype) -> None:
     note_tokens(tokens, tokens[:, None].expand(N, 9), numbers, tokens, numbers, numbers, done, seed, numbers[:1])
 
 
+def four_bits(dtype: torch.dtype) -> None:
+    """Weights of both formats."""
+    codes = torch.zeros(N * 32, dtype=torch.uint8)
+    unpack(codes, torch.zeros(N), N * 64, dtype)
+    unpack(codes, torch.zeros(N * 2, dtype=torch.uint8), N * 64, dtype)
+
+
 class OneRank:
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -354,7 +362,7 @@ def shards(dtype: torch.dtype) -> None:
     shard_rows(Tile(student, None, 32, 2 * V), Targets(labels), values, student, CrossEntropyOptions(), OneRank())
 
 
-GROUPS = (table, low_rank, sampling) if SHARED else (table, low_rank, heads, optimizer, sampling, shards)
+GROUPS = (table, low_rank, sampling) if SHARED else (table, low_rank, heads, optimizer, sampling, four_bits, shards)
 
 
 def main() -> None:

@@ -18,7 +18,15 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_expe
 
 from ...common.replacements import Replacements
 from ...compat.code_objects import without_decorator
-from ...compat.models import GATE, apply_gate, experts_implementation, has_swapped_features, is_expert_parallel
+from ...compat.four_bit_tensor import FourBitTensor
+from ...compat.models import (
+    GATE,
+    STACKED,
+    apply_gate,
+    experts_implementation,
+    has_swapped_features,
+    is_expert_parallel,
+)
 from ...compat.modules import is_called, own_children, own_parameters, without_child
 from ...compat.recognitions import EXPERTS, calls_gate, check
 from ...kernels.gated_linear import gated_reference
@@ -158,7 +166,7 @@ def _calls_gate(module: nn.Module) -> bool:
 # its loop and its grouped and batched products, and an implementation of somebody else stays as it is.
 
 
-PARAMETERS = ("gate_up_proj", "down_proj")
+PARAMETERS = STACKED
 FLAGS = {"has_gate": True, "has_post_expert_norm": False}  # of transformers' decorator, as the op needs them
 COLUMNS, INNER_COLUMNS, TOKENS = 8, 16, 24  # of a miniature; 16 bytes, which torch's grouped product wants
 _THEIRS = (grouped_mm_experts_forward, batched_mm_experts_forward)
@@ -295,11 +303,13 @@ def _layer(base: Any, name: str, wrapper: Any, transposed: bool) -> StackedProje
 
 
 def _weight(base: Any, name: str, transposed: bool) -> Tensor | Callable[[], Tensor]:
-    """Return (experts, outputs, inputs), or a function that makes it of a parametrised (quantised) parameter."""
+    """Return (experts, outputs, inputs), or a function that makes it of a packed or parametrised parameter."""
     weight = own_parameters(base).get(name)
     if weight is not None:
         if weight.requires_grad:
             raise Ineligible("the experts are trained too")
+        if isinstance(weight, FourBitTensor):
+            return functools.partial(_unpacked, weight, transposed)
         if type(weight) not in WEIGHTS or weight.dim() != 3:
             raise Ineligible("the experts' weights are sharded or packed")
         return weight.transpose(1, 2) if transposed else weight
@@ -313,6 +323,10 @@ def _weight(base: Any, name: str, transposed: bool) -> Tensor | Callable[[], Ten
     if any(p.requires_grad for p in base.parametrizations[name].parameters()) or getattr(base, name).requires_grad:
         raise Ineligible(f"{name} is parametrised by something that is trained")
     return unpacked
+
+
+def _unpacked(weight: FourBitTensor, transposed: bool) -> Tensor:
+    return weight.unpacked().transpose(1, 2) if transposed else weight.unpacked()
 
 
 def _factors(wrapper: Any, transposed: bool) -> list[tuple[Tensor, Tensor]]:
