@@ -53,7 +53,7 @@ def config(
     found = load_run_config(config, overrides or [])
     show_notices(found)
     if diff:
-        rows = {"recipe": (found.recipe, _origin(found, "recipe")), **found.changes()}
+        rows = {"recipe": (found.recipe, _origin(found, "recipe")), **found.changes(given=False)}
     else:  # explicit settings first, then defaults, each in the order they came
         keys = dict.fromkeys(["recipe", *found.settings, *found.values])
         rows = {key: (found.shown(key), _origin(found, key)) for key in keys}

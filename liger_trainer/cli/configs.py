@@ -189,8 +189,10 @@ def new(
     text = configuration(file, purpose, model, teacher, method, data)
     from ..config.run_config import check_text
 
-    # Answers may be wrong, such as a teacher that is no text or a file that is not there: nothing is written then.
-    check_text(text, str(file), paths=True)
+    try:  # answers may be wrong, such as a teacher that is no text or a file that is not there
+        check_text(text, str(file), paths=True)
+    except ConfigError as error:
+        raise ConfigError(f"Nothing was written: the configuration of these answers is wrong. {error}") from None
     write_new(file, text, force)
     typer.echo(f"Wrote {file}. Next:")
     for command, what in (
@@ -228,7 +230,7 @@ def configuration(file: Path, purpose: Purpose, model: str, teacher: str | None,
     large = billions(model) >= (LARGE_LORA if adapters else LARGE_FULL)
     # As in the built-in configurations of models of that size.
     rate = ("1e-4" if large else "2e-4") if adapters else ("1e-5" if large else "2e-5")
-    max_length = 2048 if distils else 4096
+    max_length = positions_of(model, 2048 if distils else 4096)
     pace = pace_of(data, max_length)
     # By hand, since a YAML writer drops comments.
     lines = [
@@ -266,6 +268,15 @@ def configuration(file: Path, purpose: Purpose, model: str, teacher: str | None,
         "save_total_limit: 2",
     ]
     return "\n".join(lines) + "\n"
+
+
+def positions_of(model: str, most: int) -> int:
+    """Return how many tokens a row may have in a model that lies in a folder, if that is known, and at most `most`."""
+    try:
+        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+        return min(most, int((config.get("text_config") or config)["max_position_embeddings"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return most
 
 
 _PACKED = "true   # rows are filled up to max_length, and documents do not see one another"

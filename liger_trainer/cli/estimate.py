@@ -62,7 +62,7 @@ def _print(found: "Estimate") -> None:
     table.add_column("part")
     table.add_column("MiB", justify="right")
     for part, size in found.parts_mib.items():
-        table.add_row(part, f"{size:,.0f}")
+        table.add_row(part, f"{size:,.0f}" if size >= 1 or not size else "< 1")
     table.add_section()
     table.add_row("peak", f"{found.peak_mib:,.0f}", style="bold")
     console.print(table)

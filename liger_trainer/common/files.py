@@ -19,6 +19,30 @@ BEFORE = "measured_before.json"  # in a checkpoint of a run: its measurement bef
 DEFAULTS = "# Defaults in effect:"  # a line of the config.yaml that a run writes
 
 
+_ENDINGS = (
+    ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".gz", ".parquet", ".arrow",
+    ".jinja", ".gguf", ".safetensors",
+)  # fmt: skip
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be a path: a hub id is "name" or "owner/name", and `demo:` and URLs have a colon."""
+    # A pattern may match no file here and still be meant for the hub.
+    if ":" in name or "*" in name:
+        return False
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_ENDINGS)
+
+
+def refuse_missing(what: str, name: object) -> None:
+    """Raise where a model's name can only be a path, and nothing is there.
+
+    Raises:
+        ConfigError: so it is; `what` names the argument.
+    """
+    if isinstance(name, (str, os.PathLike)) and is_path(os.fspath(name)) and not os.path.exists(name):
+        raise ConfigError(f"{what}: no such folder: {os.fspath(name)}")
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that, whenever the process or the machine stops, the old content or the new one is there.
 

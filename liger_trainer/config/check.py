@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from ..common.files import is_path
 from ..common.options import OptionValues, complaints, did_you_mean, read
 from ..kernels.divergence_kinds import REMOVED as REMOVED_KINDS
 from ..losses.plan import FIELDS, plan_of, without_effect
@@ -241,10 +242,6 @@ PATHS = (
     "chat_template_path", "resume_from_checkpoint",
 )  # fmt: skip
 _IN_A_LIST = {"datasets": ("data_files", "data_dir"), "teachers": ("teacher_model_name_or_path",)}
-_FILES = (
-    ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".gz", ".parquet", ".arrow",
-    ".jinja", ".gguf", ".safetensors",
-)  # fmt: skip
 # Variables that choose among what is installed, and none that names a program, a library or compiled code to load.
 _ALLOWED = re.compile(
     # Hugging Face's libraries: where files lie, what is printed, which server is asked
@@ -272,7 +269,7 @@ def missing_paths(settings: Mapping[str, Setting]) -> Iterator[Finding]:
     for key, setting in settings.items():
         for path, value in _names(key, setting.value):
             found = Path(value).expanduser()
-            if _is_local(value) and not found.exists():
+            if is_path(value) and not found.exists():
                 yield Finding(setting.place(path), key, f"no such file or folder: {value}")
             elif (
                 key == "model_name_or_path"
@@ -293,14 +290,6 @@ def _names(key: str, value: Any) -> Iterator[tuple[tuple, str]]:
             for item in listed if isinstance(listed, list) else [listed]:
                 if isinstance(item, str):
                     yield (index, name), item
-
-
-def _is_local(name: str) -> bool:
-    """Whether a name can only be a path: a hub id is "name" or "owner/name", and `demo:` and URLs have a colon."""
-    # A pattern may match no file here and still be meant for the hub.
-    if ":" in name or "*" in name:
-        return False
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_FILES)
 
 
 def variables_not_allowed(env: Setting) -> Iterator[Finding]:

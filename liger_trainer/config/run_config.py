@@ -79,13 +79,13 @@ class RunConfig:
             value = {name: item for name, item in value.items() if redact(str(item)) == str(item)}
         return redacted(value)
 
-    def changes(self) -> dict[str, tuple[Any, str]]:
-        """The settings that differ from the defaults of TRL and ours: key -> (value, where it was set)."""
+    def changes(self, given: bool = True) -> dict[str, tuple[Any, str]]:
+        """The settings that differ from the defaults of TRL and ours, and those `given`: key -> (value, where)."""
         keys = self.schema.keys
         return {
             key: (self.shown(key), setting.where)
             for key, setting in self.settings.items()
-            if self.values[key] != keys[key].default
+            if self.values[key] != keys[key].default or (given and key != "recipe" and self.given(key))
         }
 
     def on_this_machine(self) -> "RunConfig":

@@ -91,10 +91,8 @@ def print_plan(console: Console, config: "RunConfig", facts: DataFacts, vocabula
     settings = Table(title=f"{config.recipe}: {config.source}", title_justify="left")
     for column in ("setting", "value", "set by"):
         settings.add_column(column, overflow="fold")
-    changed = config.changes()
-    for key, setting in config.settings.items():
-        if key in changed or (config.given(key) and key != "recipe"):
-            settings.add_row(key, str(config.shown(key)), setting.where)
+    for key, (value, where) in config.changes().items():
+        settings.add_row(key, str(value), where)
     console.print(settings)
     print_data(console, facts, vocabulary)
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, TrainingArguments
 
 from ..common.console import announce
+from ..common.files import refuse_missing
 from ..common.weights import auto_class, load_merged
 from ..compat.models import unsplit_layers
 from ..errors import ConfigError
@@ -51,8 +52,8 @@ def load_teacher(teacher: PreTrainedModel | str, args: TeacherConfig) -> PreTrai
     """Load a teacher in the dtype, form and place that `args` name; offloading comes later. A model is returned as is.
 
     Raises:
-        ConfigError: `args` say how to load a model that is loaded already; bitsandbytes is not installed; the files
-            lack weights of the model.
+        ConfigError: `args` say how to load a model that is loaded already; bitsandbytes is not installed; the folder
+            is not there; the files lack weights of the model.
     """
     if not isinstance(teacher, str):
         unused = placed(args) or next((name for name in OF_LOADING if getattr(args, name)), None)
@@ -62,6 +63,7 @@ def load_teacher(teacher: PreTrainedModel | str, args: TeacherConfig) -> PreTrai
                 "that way, or pass its name."
             )
         return teacher
+    refuse_missing("teacher_model", teacher)
     try:
         return load_frozen(teacher, **_load_kwargs(args))
     except ImportError as error:

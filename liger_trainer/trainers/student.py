@@ -14,6 +14,7 @@ from transformers.trainer_utils import align_special_tokens
 from trl.trainer import sft_trainer
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model
 
+from ..common.files import refuse_missing
 from ..common.replacements import replaced
 from ..common.weights import adapter_at, load_whole
 from ..compat.models import note_as_loaded
@@ -109,13 +110,14 @@ def patch_student(model: Any, options: PatchOptions | None, loss: LossOptions, m
 def patched_sft_module(args: Any) -> AbstractContextManager[None]:
     """Change two things in SFTTrainer's module while it constructs itself.
 
-    A model that is given by its name must have all its weights in its files, and be no adapter. And adapters on
-    `lm_head`, which SFTTrainer refuses because its own fused head would leave them out, are let through: our loss
+    A model that is given by its name must be there, with all its weights in its files, and be no adapter. And adapters
+    on `lm_head`, which SFTTrainer refuses because its own fused head would leave them out, are let through: our loss
     includes them.
     """
     allowed = getattr(args, "allow_missing_weights", False)
 
     def load(name: str, **options: Any) -> Any:
+        refuse_missing("model", name)
         adapter = adapter_at(name, options.get("revision"))
         if adapter is not None:
             raise ConfigError(f"{adapter}.")

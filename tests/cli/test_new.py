@@ -93,8 +93,17 @@ def test_a_folder_of_rows_is_counted_whole(new):
     ],
 )
 def test_files_that_are_not_there_are_refused(new, model, data, said):
-    refused(new("--purpose", "sft", "--model", model, "--method", "lora", "--data", data), 2, said)
-    assert not Path("my.yaml").exists()
+    error = refused(new("--purpose", "sft", "--model", model, "--method", "lora", "--data", data), 2, said)
+    assert "Nothing was written" in error and not Path("my.yaml").exists()
+
+
+@pytest.mark.parametrize("place", ["", "text_config"])
+def test_rows_are_no_longer_than_the_model_reads(new, place):
+    Path("model").mkdir()
+    sizes = {"max_position_embeddings": 512}
+    Path("model/config.json").write_text(json.dumps({place: sizes} if place else sizes))
+    done(new("--purpose", "sft", "--model", "model", "--method", "lora", "--data", "a/b"))
+    assert load_run_config("my.yaml")["max_length"] == 512
 
 
 def test_what_it_writes_trains(new, tmp_path_factory, tmp_path, capsys, monkeypatch):

@@ -68,11 +68,6 @@ NEEDS = {
         "trl", "1.16", "its loss needs a GPU"),
     "trainers/test_checkpointing.py::test_checkpoints_of_another_trainer": ("trl", "1.16", "its loss needs a GPU"),
     "trainers/test_data_forms.py::test_fine_tuning_is_that_of_sfttrainer": ("trl", "1.16", "its loss needs a GPU"),
-    "trainers/test_data_forms.py::test_no_logits_of_a_batch_exist_in_train_or_eval[label_smoothing-sft": (
-        "trl", "1.16", "its loss needs a GPU"),
-    "trainers/test_data_forms.py::test_the_flag_simply_works": ("trl", "1.16", "its loss needs a GPU"),
-    "trainers/test_data_forms.py::test_a_model_that_was_patched_before": ("trl", "1.16", "its loss needs a GPU"),
-    "patching/test_stacked_experts.py::test_through_the_trainer": ("trl", "1.16", "its loss needs a GPU"),
     # torch
     "test_stacked_experts.py": ("torch", "2.11", "no grouped products on a CPU"),
     "test_router_loss.py": ("torch", "2.11", "no grouped products on a CPU"),

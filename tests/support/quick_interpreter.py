@@ -17,6 +17,7 @@ def install() -> None:
     """Nothing changes where triton is not installed, or of another build."""
     try:
         import triton
+        import triton.experimental.gluon  # the first launch imports it, and fails if the interpreter is off by then
         from triton import language as tl
         from triton.runtime import interpreter
         from triton.runtime.errors import InterpreterError

@@ -265,6 +265,13 @@ def test_a_teacher_by_its_directory(tmp_path):
 # Errors
 
 
+def test_models_that_are_not_there_are_named():
+    with pytest.raises(ConfigError, match="^model: no such folder: /no/such$"):
+        LigerDistillTrainer("/no/such", a_teacher(), train_args(LigerDistillConfig), train_dataset=completions(2))
+    with pytest.raises(ConfigError, match="^teacher_model: no such folder: ./none$"):
+        distill(teacher="./none", data=completions(2))
+
+
 def test_the_configuration_survives_json():
     given = {"losses": LOSSES, "teacher_model_init_kwargs": {"dtype": "float32"}, "beta": 0.3}
     config = train_args(LigerDistillConfig, **given)

@@ -376,9 +376,9 @@ def _sections(
 
 def _configuration(runs: Sequence[RunRecord], labels: Sequence[str]) -> Section:
     tables = [settings(run, "" if len(runs) == 1 else label) for run, label in zip(runs, labels, strict=True)]
-    lead = "What differs from the defaults of TRL and liger-trainer."
+    lead = "What was set, or differs from the defaults of TRL and liger-trainer."
     if len(runs) > 1:
-        lead = "What differs between the runs, then what each changes of the defaults of TRL and liger-trainer."
+        lead = "What differs between the runs, then what was set for each, or differs from the defaults."
         tables = [differences(runs, labels), *tables]
     files = [
         File("config.yaml, with every default in effect" + ("" if len(runs) == 1 else f": {label}"), run.config_text)

@@ -36,7 +36,7 @@ class Completion(_Record):
 
 
 class SetTo(_Record):
-    """A setting that differs from its default."""
+    """A setting that was given, or differs from its default."""
 
     value: Any
     set_by: str
@@ -65,7 +65,7 @@ class RunRecord(_Record):
     config: str | None = None  # the name of the configuration that was run
     config_text: str = ""  # config.yaml
     effective: dict[str, Any] = {}  # every key with its value, defaults included
-    settings: dict[str, SetTo] = {}  # what differs from the defaults; of an unfinished run, what config.yaml sets
+    settings: dict[str, SetTo] = {}  # given, or other than the defaults; of an unfinished run, what config.yaml sets
     log_history: list[dict[str, Any]] = []
     before: dict[str, float] = {}
     after: dict[str, float] = {}
@@ -491,7 +491,7 @@ def prepared_rows(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
 
 
 def settings(run: RunRecord, title: str = "") -> Grid:
-    """Return the settings that differ from the defaults, and where each was set."""
+    """Return the settings that were given or differ from the defaults, and where each was set."""
     rows = [TableRow(key, [Cell(shown(to.value)), Cell(to.set_by)]) for key, to in run.settings.items()]
     return Grid(rows, ["setting", "value", "set by"], title)
 
