@@ -50,7 +50,7 @@ CHARTS = (
     Chart("ce_loss", "Cross-entropy (nats/token)"),
     Chart("forward_kl", "Forward KL (nats/token)"),
     Chart("reverse_kl", "Reverse KL (nats/token)"),
-    Chart("jsd", "JSD (nats/token)"),
+    Chart("jsd", "Jensen-Shannon divergence (nats/token)"),
     Chart("agreement_at_1", "Agreement@1 with the teacher", axis="linear"),
     Chart("mean_token_accuracy", "Token accuracy", axis="linear"),
     Chart("perplexity", "Perplexity"),
