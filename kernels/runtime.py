@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import _linear_head as _head
-from . import _low_rank, _triton
+from . import _low_rank, _triton, lora_experts
 from ._linear_head import Rows, RowSelection
 from ._triton import INSTALLED, SLOW_LAUNCHES, unknown_launcher, use_triton, without_launches
 from ._tuning import architecture_of
@@ -42,6 +42,12 @@ def without_data(count: int, num_items: float) -> Iterator[None]:
         _replaced(RowSelection, wait=lambda selection: Rows(selection._index[:count], count, num_items)),
         # The CPU can't multiply bf16 matrices into fp32.
         _replaced(_head, addmm_into=lambda out, a, b, *, beta, alpha: None, project=lambda x, w, out: out),
+        # How many rows each expert has is in the data.
+        _replaced(
+            lora_experts,
+            grouped=lambda x, matrices, ends: x.new_empty(len(x), matrices.shape[2]),
+            outer=lambda x, y, ends: x.new_empty(len(ends), x.shape[1], y.shape[1]),
+        ),
         _replaced(
             _low_rank,
             _has_wide_results=lambda x: torch.version.hip is None,

@@ -180,6 +180,34 @@ def test_checkpointing_lora_and_quantised_weights_take_less():
     assert linear / (4 * lora.parameters) > 0.6  # all but the embeddings and the head
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_in_4_bits_take_their_codes_and_one_layer_unpacked(family):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 4}
+    config = transformers.AutoConfig.for_model(
+        family, **sizes, vocab_size=VOCAB, num_experts=8, num_local_experts=8, num_experts_per_tok=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+    )  # fmt: skip
+    peft = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    plain, packed = (
+        simulate(
+            step(
+                student=ModelSpec(config, torch.bfloat16, experts=each),
+                peft=peft,
+                rows=1,
+                length=8,
+                cuda_graphs="never",
+            )
+        )
+        for each in (None, 0.5625)
+    )
+    numbers = 4 * 8 * 3 * 256 * 512
+    assert packed.parameters == plain.parameters and packed.trainable == plain.trainable
+    saved = parts(plain, "loss")["student weights"] - parts(packed, "loss")["student weights"]
+    assert saved == pytest.approx((2 - 0.5625) * numbers, rel=0.01)
+    unpacked = packed.peaks["forward"].bytes - (plain.peaks["forward"].bytes - saved)
+    assert unpacked == pytest.approx(2 * 8 * 2 * 256 * 512, rel=0.1)  # gate and up, the larger projection
+
+
 def test_quantised_weights_have_others_behind_them():
     plain, quantises = (simulate(step(peft=None, quantises=on)).peaks["forward"] for on in (False, True))
     behind = quantises.parts["weights behind the quantised"]

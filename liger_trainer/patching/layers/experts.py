@@ -34,7 +34,8 @@ from ...kernels.lora_experts import StackedProjection, lora_experts, lora_expert
 from ...kernels.types import Gate
 from .. import structure
 from ..options import PatchOptions, PatchReport
-from .linears import WEIGHTS, gated, is_plain
+from . import linears
+from .linears import gated, is_plain
 from .lora import Ineligible
 from .mlps import (  # fmt: skip
     CASES,
@@ -292,7 +293,7 @@ def read(module: nn.Module, rule: ExpertsRule) -> list[StackedProjection]:
 
 def _layer(base: Any, name: str, wrapper: Any, transposed: bool) -> StackedProjection:
     bias = own_parameters(base).get(f"{name}_bias")
-    if bias is not None and (bias.requires_grad or type(bias) not in WEIGHTS):
+    if bias is not None and (bias.requires_grad or type(bias) not in linears.WEIGHTS):
         raise Ineligible(f"{name}_bias is trained or sharded")
     factors = () if wrapper is None else _factors(wrapper, transposed)
     if not factors:
@@ -308,24 +309,31 @@ def _weight(base: Any, name: str, transposed: bool) -> Tensor | Callable[[], Ten
     if weight is not None:
         if weight.requires_grad:
             raise Ineligible("the experts are trained too")
-        if isinstance(weight, FourBitTensor):
-            return functools.partial(_unpacked, weight, transposed)
-        if type(weight) not in WEIGHTS or weight.dim() != 3:
+        if is_packed(weight):
+            return functools.partial(unpacked, weight, transposed)
+        if type(weight) not in linears.WEIGHTS or weight.dim() != 3:
             raise Ineligible("the experts' weights are sharded or packed")
         return weight.transpose(1, 2) if transposed else weight
     if name not in getattr(base, "parametrizations", {}):
         raise Ineligible(f"{name} is no parameter")
 
-    def unpacked() -> Tensor:
+    def computed() -> Tensor:
         weight = getattr(base, name).detach()
         return weight.transpose(1, 2) if transposed else weight
 
     if any(p.requires_grad for p in base.parametrizations[name].parameters()) or getattr(base, name).requires_grad:
         raise Ineligible(f"{name} is parametrised by something that is trained")
-    return unpacked
+    return computed
 
 
-def _unpacked(weight: FourBitTensor, transposed: bool) -> Tensor:
+# Functions of the module, which `estimate` replaces for weights without data.
+
+
+def is_packed(weight: Tensor) -> bool:
+    return isinstance(weight, FourBitTensor)
+
+
+def unpacked(weight: Any, transposed: bool) -> Tensor:
     return weight.unpacked().transpose(1, 2) if transposed else weight.unpacked()
 
 

@@ -40,7 +40,7 @@ from ...teachers.adapters_off import without_adapters
 from ...teachers.base import teacher_logits
 from ...trainers.options import ALWAYS, NEVER
 from .memory_tracker import MemoryTracker, Peak
-from .stand_ins import as_bitsandbytes, attention, attention_mask, on_a_gpu, quantize
+from .stand_ins import as_bitsandbytes, attention, attention_mask, on_a_gpu, pack_experts, packed_weight, quantize
 
 GATHERED = "weights to gather"  # the whole of them, which no process ever has: Sharding counts the layers at work
 SAMPLING = "sampling"  # a phase
@@ -55,6 +55,7 @@ class ModelSpec:
     dtype: torch.dtype
     attention: str | None = None  # attn_implementation; None is sdpa where the model has it
     bits: int | None = None  # 4 or 8 of bitsandbytes, for linear layers
+    experts: float | None = None  # bytes of a number of stacked experts, where they are in 4 bits
 
 
 @dataclass(frozen=True)
@@ -377,7 +378,8 @@ def _recordable(model: Any, spec: StepSpec) -> Sequence[nn.Module]:
         layers = layers_of(base_of(model))
     except NotCapturable:
         return ()
-    packed = any(hasattr(p, "quant_state") for layer in layers for p in layer.parameters())
+    weights = [p for layer in layers for p in layer.parameters()]
+    packed = any(hasattr(p, "quant_state") or hasattr(p, "packed_bytes") for p in weights)
     return () if packed or spec.cuda_graphs == NEVER else layers
 
 
@@ -445,7 +447,10 @@ def _allocate(model: Any) -> None:
 
     def on_cpu(tensor: Tensor) -> Tensor:
         if id(tensor) not in new:
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if hasattr(tensor, "packed_bytes"):
+                empty = packed_weight(tensor.shape, tensor.dtype, tensor.packed_bytes)
+            else:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype)
             trained = isinstance(tensor, torch.nn.Parameter)
             new[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if trained else empty
             vars(new[id(tensor)]).update(vars(tensor))  # how a packed weight is unpacked
@@ -468,6 +473,8 @@ def _built(spec: ModelSpec, by_lengths: bool) -> Any:
         model.set_attn_implementation(BY_LENGTHS if by_lengths else ATTENTION)
     if spec.bits is not None:
         quantize(model, spec.bits)
+    if spec.experts is not None:
+        pack_experts(model, spec.experts)
     return model
 
 
@@ -490,4 +497,4 @@ def _largest_layer(model: Any, dtype: torch.dtype | None) -> int:
 def _computed_bytes(module: Any, dtype: torch.dtype | None) -> int:
     """Return the bytes of a module's weights, those of more bytes than autocast's dtype in that."""
     widest = math.inf if dtype is None else dtype.itemsize
-    return sum(p.numel() * min(p.itemsize, widest) for p in module.parameters())
+    return sum(getattr(p, "packed_bytes", p.numel() * min(p.itemsize, widest)) for p in module.parameters())

@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from ...common.replacements import Replacements
+from ...compat.models import GATE, STACKED
+from ...compat.modules import own_parameters
 from ...compat.torch_internals import FakeTensor, grouped_products
 from ...kernels.runtime import without_data
+from ...patching.layers import experts as patch_experts
 from ...patching.layers import linears
 from ...patching.layers import lora as patch_lora
 
@@ -45,9 +48,11 @@ def on_a_gpu(count: int, num_items: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_bitsandbytes() -> Iterator[None]:
-    """Let patching and the LoRA ops take `QuantizedLinear` for the layers of bitsandbytes."""
+    """Let patching and the LoRA ops take `QuantizedLinear` for the layers of bitsandbytes, and `pack_experts`' too."""
     replaced = Replacements()
     replaced.set(patch_lora, "bnb_4bit_types", lambda: (QuantizedLinear,))
+    replaced.set(patch_experts, "is_packed", lambda weight: hasattr(weight, "packed_bytes"))
+    replaced.set(patch_experts, "unpacked", _unpacked_experts)
     replaced.set(patch_lora, "dequantized", lambda state, weight: weight.new_empty(state.shape, dtype=state.dtype))
     try:
         yield
@@ -174,6 +179,29 @@ def quantize(model: nn.Module, bits: int) -> None:
         for name, child in module.named_children():
             if type(child) is nn.Linear and child is not head:
                 setattr(module, name, QuantizedLinear(child, bits))
+
+
+def pack_experts(model: nn.Module, bytes_of_a_number: float) -> None:
+    """Replace the weights of stacked experts by such as take fewer bytes: `packed_bytes` of each."""
+    for module in model.modules():
+        for name in STACKED if hasattr(type(module), GATE) else ():
+            weight = own_parameters(module).get(name)
+            if weight is not None:
+                packed = packed_weight(weight.shape, weight.dtype, int(weight.numel() * bytes_of_a_number))
+                setattr(module, name, packed)
+
+
+def packed_weight(shape: torch.Size, dtype: torch.dtype, size: int) -> nn.Parameter:
+    """Return a frozen parameter of a shape and a dtype whose memory is only `size` bytes, at least one row's."""
+    memory = torch.empty(max(size // dtype.itemsize, shape[-1]), dtype=dtype)
+    weight = nn.Parameter(memory.as_strided(shape, (0,) * (len(shape) - 1) + (1,)), requires_grad=False)
+    weight.packed_bytes = size  # pyright: ignore[reportAttributeAccessIssue]
+    return weight
+
+
+def _unpacked_experts(weight: Tensor, transposed: bool) -> Tensor:
+    shape = weight.mT.shape if transposed else weight.shape
+    return torch.empty(shape, dtype=weight.dtype)
 
 
 class MomentsOptimizer(torch.optim.Optimizer):

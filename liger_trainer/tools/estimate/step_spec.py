@@ -171,6 +171,9 @@ def _mapping(config: "RunConfig", key: str, path: str) -> dict[str, Any]:
     return content
 
 
+NF4_BYTES, MXFP4_BYTES = 0.5 + 4 / 64, 0.5 + 1 / 32  # of a number and its share of its block's scale
+
+
 # Measure the rows of a local or demo dataset in tokens.
 MEASURED = 2000  # rows that are tokenized; of a larger dataset, every n-th
 
@@ -394,7 +397,17 @@ def _student(config: "RunConfig") -> ModelSpec:
     quantization = extra.get("quantization_config") or {}
     bits = 4 if args.load_in_4bit else 8 if args.load_in_8bit else _bits(quantization)
     attention = extra.get("attn_implementation", args.attn_implementation)
-    return ModelSpec(model, _dtype(extra.get("dtype", args.dtype), model), attention, bits)
+    return ModelSpec(
+        model, _dtype(extra.get("dtype", args.dtype), model), attention, bits, _experts(config, model, bits)
+    )
+
+
+def _experts(config: "RunConfig", model: PreTrainedConfig, bits: int | None) -> float | None:
+    """Return the bytes of a number of stacked experts where a run packs them; else None."""
+    if not config["use_peft"] or sharding_of(config).name not in ("DDP", Sharding().name):
+        return None
+    stored = getattr(model, "quantization_config", None) or {}
+    return NF4_BYTES if bits == 4 else MXFP4_BYTES if stored.get("quant_method") == "mxfp4" else None
 
 
 def _teacher(config: "RunConfig", args: Any, student: PreTrainedConfig, bf16: bool) -> tuple[ModelSpec | None, Any]:
