@@ -448,7 +448,7 @@ def _allocate(model: Any) -> None:
     def on_cpu(tensor: Tensor) -> Tensor:
         if id(tensor) not in new:
             if hasattr(tensor, "packed_bytes"):
-                empty = packed_weight(tensor.shape, tensor.dtype, tensor.packed_bytes)
+                empty = packed_weight(tensor.shape, tensor.dtype, tensor.packed_bytes)  # pyright: ignore
             else:
                 empty = torch.empty(tensor.shape, dtype=tensor.dtype)
             trained = isinstance(tensor, torch.nn.Parameter)
