@@ -59,11 +59,13 @@ def merge(
     of, weights_dtype = name_or_path(model.config), model.dtype
     try:
         with writing_to(out), staged_folder(out) as staged:
+            from ..common.mtp_head import keep_mtp_head
             from ..common.weights import logits_of
 
             expected = logits_of(model)
             model.save_pretrained(staged)
             tokenizer.save_pretrained(staged)
+            kept = keep_mtp_head(model, staged)
             del model  # one copy of the weights is in memory when the files are read again
             _check_files(staged, expected, weights_dtype)
             files = sorted(path.name for path in staged.iterdir())
@@ -74,6 +76,8 @@ def merge(
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}") from None
     typer.echo(f"Wrote {out}: {of} with the adapter of {run_dir} merged in, {weights_dtype}")
+    if kept:
+        typer.echo(kept)
     if gguf is not None:
         write_gguf(out, gguf, converter)
         typer.echo(f"Wrote {gguf}")

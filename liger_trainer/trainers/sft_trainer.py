@@ -477,6 +477,11 @@ class LigerTrainer(SFTTrainer):
     def save_model(self, output_dir=None, _internal_call=False):
         with self.checkpoint_guard.files_hold():
             super().save_model(output_dir, _internal_call)
+        if self.args.should_save and not self.checkpoint_guard.is_staging:  # a checkpoint is read back into this model
+            from ..common.mtp_head import keep_mtp_head
+
+            if kept := keep_mtp_head(self.model, Path(output_dir or self.args.output_dir or "")):
+                announce(kept)
 
     def _save(self, *args, **kwargs):
         with public_files(self.args):

@@ -181,6 +181,15 @@ def quantize(model: nn.Module, bits: int) -> None:
                 setattr(module, name, QuantizedLinear(child, bits))
 
 
+NF4_BYTES, MXFP4_BYTES = 0.5 + 4 / 64, 0.5 + 1 / 32  # of a number and its share of its block's scale
+
+
+def expert_bytes(config: Any, bits: int | None) -> float | None:
+    """Return the bytes of a number of stacked experts in a model that is loaded in so many bits; None: not packed."""
+    stored = getattr(config, "quantization_config", None) or {}
+    return NF4_BYTES if bits == 4 else MXFP4_BYTES if stored.get("quant_method") == "mxfp4" else None
+
+
 def pack_experts(model: nn.Module, bytes_of_a_number: float) -> None:
     """Replace the weights of stacked experts by such as take fewer bytes: `packed_bytes` of each."""
     for module in model.modules():

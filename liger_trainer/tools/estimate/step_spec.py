@@ -31,7 +31,7 @@ from ...trainers.rollouts import SIZES
 from .memory_tracker import Peak
 from .simulate import GATHERED as WHOLE
 from .simulate import SAMPLING, ModelSpec, Rollout, StepMemory, StepSpec
-from .stand_ins import MomentsOptimizer
+from .stand_ins import MomentsOptimizer, expert_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -171,9 +171,6 @@ def _mapping(config: "RunConfig", key: str, path: str) -> dict[str, Any]:
     return content
 
 
-NF4_BYTES, MXFP4_BYTES = 0.5 + 4 / 64, 0.5 + 1 / 32  # of a number and its share of its block's scale
-
-
 # Measure the rows of a local or demo dataset in tokens.
 MEASURED = 2000  # rows that are tokenized; of a larger dataset, every n-th
 
@@ -239,7 +236,6 @@ DEMO_CONFIG = {
 }  # fmt: skip
 
 CHUNK_BYTES = 4 * 2**27  # of the logits that a capture computes at a time; teachers/cache/reader.py
-
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 # optimizers of bitsandbytes, by the number of moments that they keep of each weight
@@ -394,20 +390,11 @@ def _student(config: "RunConfig") -> ModelSpec:
         count = model.get_text_config(decoder=True).num_hidden_layers
         model = thinned_config(model, kept_indices(count, config["keep_every_nth_layer"], config["keep_layers"]))
     # model_init_kwargs may ask for it too, as in transformers.
-    quantization = extra.get("quantization_config") or {}
-    bits = 4 if args.load_in_4bit else 8 if args.load_in_8bit else _bits(quantization)
+    bits = 4 if args.load_in_4bit else 8 if args.load_in_8bit else _bits(extra.get("quantization_config") or {})
     attention = extra.get("attn_implementation", args.attn_implementation)
-    return ModelSpec(
-        model, _dtype(extra.get("dtype", args.dtype), model), attention, bits, _experts(config, model, bits)
-    )
-
-
-def _experts(config: "RunConfig", model: PreTrainedConfig, bits: int | None) -> float | None:
-    """Return the bytes of a number of stacked experts where a run packs them; else None."""
-    if not config["use_peft"] or sharding_of(config).name not in ("DDP", Sharding().name):
-        return None
-    stored = getattr(model, "quantization_config", None) or {}
-    return NF4_BYTES if bits == 4 else MXFP4_BYTES if stored.get("quant_method") == "mxfp4" else None
+    packs = config["use_peft"] and sharding_of(config).name in ("DDP", Sharding().name)
+    experts = expert_bytes(model, bits) if packs else None
+    return ModelSpec(model, _dtype(extra.get("dtype", args.dtype), model), attention, bits, experts)
 
 
 def _teacher(config: "RunConfig", args: Any, student: PreTrainedConfig, bf16: bool) -> tuple[ModelSpec | None, Any]:
