@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from ..compat.models import name_or_path
 from .files import write_atomically
 
 ONE_FILE, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-mtp.safetensors"
 RENAMED = "model-00001-of-00001.safetensors"  # loaders that find ONE_FILE do not look into the index
-_SIZES = ("hidden_size", "vocab_size")
+_SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 
 def keep_mtp_head(model: nn.Module | None, folder: Path) -> str | None:
@@ -33,31 +33,19 @@ def keep_mtp_head(model: nn.Module | None, folder: Path) -> str | None:
         What there is to say; None if the model's files have no such head, or those in `folder` are an adapter's.
 
     Raises:
-        OSError: files cannot be read or written.
+        OSError: files cannot be written.
     """
     patterns = [p for p in getattr(type(model), "_keys_to_ignore_on_load_unexpected", None) or () if _is_of_head(p)]
     saved = dict(_weights_in(folder))
     config: Any = getattr(model, "config", None)
     if not patterns or not saved or SHARD in saved.values():
         return None
-    source = _folder_of(config)
-    layers = {layer for key in saved if (layer := _layer_of(key))}
-    head = {
-        key: file
-        for key, file in (_weights_in(source) if source and source.resolve() != folder.resolve() else ())
-        if any(re.search(pattern, key) for pattern in patterns) and key not in saved and _layer_of(key) not in layers
-    }
-    if source is None or not head:
+    try:
+        tensors = _head(config, folder, patterns, saved)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:  # the model itself is saved
+        return f"The head for multi-token prediction in {name_or_path(config)} is not kept: {error}"
+    if not tensors:
         return None
-    if _sizes(json.loads((source / "config.json").read_text())) != _sizes(config.to_dict()):
-        return (
-            f"The head for multi-token prediction in {name_or_path(config)} is left out: hidden size or vocabulary are "
-            "others now."
-        )
-    tensors = {}
-    for file in set(head.values()):
-        with safe_open(source / file, framework="pt") as weights:
-            tensors |= {key: weights.get_tensor(key) for key, where in head.items() if where == file}
     save_file(tensors, folder / SHARD, metadata={"format": "pt"})
     is_one = set(saved.values()) == {ONE_FILE}
     places = {key: RENAMED if is_one else file for key, file in saved.items()} | dict.fromkeys(tensors, SHARD)
@@ -69,6 +57,31 @@ def keep_mtp_head(model: nn.Module | None, folder: Path) -> str | None:
         f"The head for multi-token prediction in {name_or_path(config)} is kept as it was ({len(tensors)} tensors): it "
         "was not trained, so fewer of its drafts may be accepted."
     )
+
+
+def _head(config: Any, folder: Path, patterns: list[str], saved: dict[str, str]) -> dict[str, Tensor]:
+    """Return the head's tensors in the files that a model was loaded from, if there are any.
+
+    Raises:
+        OSError, ValueError, KeyError, SafetensorError: the files cannot be read.
+        ValueError: the model is of another size now.
+    """
+    source = _folder_of(config)
+    if source is None or source.resolve() == folder.resolve():
+        return {}
+    layers = {layer for key in saved if (layer := _layer_of(key))}
+    head = {
+        key: file
+        for key, file in _weights_in(source)
+        if any(re.search(pattern, key) for pattern in patterns) and key not in saved and _layer_of(key) not in layers
+    }
+    if head and _sizes(json.loads((source / "config.json").read_text())) != _sizes(config.to_dict()):
+        raise ValueError("hidden size, vocabulary or layers have changed.")
+    tensors = {}
+    for file in set(head.values()):
+        with safe_open(source / file, framework="pt") as weights:
+            tensors |= {key: weights.get_tensor(key) for key, where in head.items() if where == file}
+    return tensors
 
 
 def _is_of_head(pattern: str) -> bool:

@@ -1,6 +1,7 @@
 """A saved model keeps the head for multi-token prediction that transformers leaves in the files it was loaded from."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -78,8 +79,20 @@ def test_a_head_of_another_vocabulary_is_left_out(source, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(source[0])
     model.resize_token_embeddings(VOCAB + 8)
     model.save_pretrained(tmp_path / "out")
-    assert "is left out" in str(keep_mtp_head(model, tmp_path / "out"))
+    assert "is not kept: hidden size, vocabulary or layers have changed" in str(keep_mtp_head(model, tmp_path / "out"))
     assert not (tmp_path / "out" / SHARD).exists()
+
+
+def test_a_folder_that_has_gone_costs_nothing(source, tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(source[0])
+    model.save_pretrained(tmp_path / "out")
+    (source[0] / "config.json").unlink()
+    assert "is not kept" in str(keep_mtp_head(model, tmp_path / "out"))
+    shutil.rmtree(source[0])
+    for name in (str(source[0]), "gone", "no name of a hub's"):
+        model.config._name_or_path = name
+        keep_mtp_head(model, tmp_path / "out")
+    assert (tmp_path / "out" / ONE_FILE).is_file() and not (tmp_path / "out" / SHARD).exists()
 
 
 def test_files_in_shards_get_one_more(source, tmp_path):
