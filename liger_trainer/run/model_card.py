@@ -88,7 +88,7 @@ def model_card(config: "RunConfig", results: "RunResults", model: Published) -> 
         measured=list(_measured(results)),
         held_out=escaped(f"{count(results.data.test_rows)} rows: {results.data.held_out}"),
         source=model.hub_model_id or title,
-        base=hub_id(base) or Path(base.removeprefix(DEMO)).name,
+        base=hub_id(base) or f"path/to/{Path(base.removeprefix(DEMO)).name}",  # of a folder the card tells no more
         adapter=model.adapter,
         called="student" if config.recipe == "distill" else "tuned",
         chat=model.chat,

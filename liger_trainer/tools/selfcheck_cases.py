@@ -20,6 +20,7 @@ from ..kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from ..kernels.cross_entropy import cross_entropy
 from ..kernels.decode_attention import decode_attention, decode_attention_reference
 from ..kernels.document_attention import document_attention, document_attention_reference
+from ..kernels.four_bits import MXFP4_BLOCK, nf4_codes, unpack, unpack_reference
 from ..kernels.gated_linear import gated_linear
 from ..kernels.gated_mlp import gated_mlp, gated_mlp_reference
 from ..kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
@@ -316,6 +317,24 @@ def loss_of(function: Callable[..., Any], **options: Any) -> Callable[..., Tenso
     return lambda **tensors: function(**tensors, **options).loss
 
 
+def _mxfp4_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes of 32 numbers a block, and scales, that follow from x."""
+    codes = (x.double().flatten() * 97).long().remainder(256).to(torch.uint8)
+    blocks = 2 * len(codes) // MXFP4_BLOCK
+    scales = 125 + torch.arange(blocks, device=x.device).remainder(5)
+    return codes[: blocks * MXFP4_BLOCK // 2], scales.to(torch.uint8)
+
+
+def _in_4_bits(op: Callable[..., Tensor], codes_of: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    """Return a function that unpacks the codes of x, in its dtype."""
+
+    def run(x: Tensor) -> Tensor:
+        codes, scales = codes_of(x)
+        return op(codes, scales, 2 * len(codes), x.dtype)
+
+    return run
+
+
 def _updated(update: Callable[..., None]) -> Callable[..., Outputs]:
     """Return a function that makes an optimizer's step, its third, and returns a parameter and its moments."""
 
@@ -435,6 +454,10 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "thin_linear", with_list(thin_linear), with_list(thin_linear_reference),
         lambda draw: {**_rows("x")(draw), **{w: drawn_weight(draw, *[draw.sizes.hidden] * 2) for w in ("q", "k")}}, (),
+    ),
+    *(
+        Check(f"four_bits, {kind}", _in_4_bits(unpack, codes), _in_4_bits(unpack_reference, codes), _rows("x"), ())
+        for kind, codes in {"nf4": nf4_codes, "mxfp4": _mxfp4_codes}.items()
     ),
     Check("decode_attention", _keeping(decode_attention), _keeping(decode_attention_reference), _kept, ()),
     Check("adamw", _updated(adamw_), _updated(adamw_reference), _rows("param", "grad", "mean", "root"), ()),

@@ -110,7 +110,7 @@ def test_the_card_of_an_adapter_is_ours_and_not_that_of_peft(run):
     assert facts["saved"] == ["the LoRA adapter"] and facts["loss"] == ["cross-entropy"] and "teacher" not in facts
     assert "needs peft" in card.text and "apply_chat_template" in card.text
     name = f'"{output_dir.name}"'
-    assert f'vllm serve "demo--smollm2-135m-instruct" --enable-lora --lora-modules tuned={name}\n' in card.text
+    assert f'vllm serve "path/to/demo--smollm2-135m-instruct" --enable-lora --lora-modules tuned={name}\n' in card.text
     assert f"liger-trainer merge {name} merged --gguf tuned.gguf" in card.text and "student" not in card.text
     assert "%" in facts["trained of them"][0]
     assert AutoModelForCausalLM.from_pretrained(output_dir) is not None
