@@ -2,14 +2,14 @@
 
 Qwen3.5, DeepSeek-V3, GLM-4.5 and others have layers that predict a further token, with which servers draft. The classes
 of transformers skip them (`_keys_to_ignore_on_load_unexpected`), so a model that was loaded and saved has lost them.
-Here a saved model gets them back, byte by byte, from the files that it was loaded from.
+Here a saved model gets them back, byte by byte, from the files that it was loaded from. Its own files stay as they are:
+an index names them and one more. Servers read by the index; transformers reads a single file without it.
 
 Source    Gloeckle et al. 2024, arXiv:2404.19737; DeepSeek-V3, arXiv:2412.19437
 """
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..compat.models import name_or_path
-from .files import write_atomically
+from .files import is_path, write_atomically
 
 ONE_FILE, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-mtp.safetensors"
-RENAMED = "model-00001-of-00001.safetensors"  # loaders that find ONE_FILE do not look into the index
 _SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 
@@ -30,52 +29,50 @@ def keep_mtp_head(model: nn.Module | None, folder: Path) -> str | None:
     """Add the tensors that were not loaded into `model` to the files of the whole model in `folder`.
 
     Returns:
-        What there is to say; None if the model's files have no such head, or those in `folder` are an adapter's.
-
-    Raises:
-        OSError: files cannot be written.
+        What there is to say, also where the head cannot be read or written; None if there is none, or the files in
+        `folder` are an adapter's.
     """
     patterns = [p for p in getattr(type(model), "_keys_to_ignore_on_load_unexpected", None) or () if _is_of_head(p)]
-    saved = dict(_weights_in(folder))
     config: Any = getattr(model, "config", None)
-    if not patterns or not saved or SHARD in saved.values():
+    if not patterns or not name_or_path(config):
         return None
+    head = f"The head for multi-token prediction in {name_or_path(config)}"
     try:
-        tensors = _head(config, folder, patterns, saved)
+        saved = _weights_in(folder, ONE_FILE, INDEX)
+        tensors = _head(config, folder, patterns) if saved else {}
+        if not tensors:
+            return None
+        save_file(tensors, folder / SHARD, metadata={"format": "pt"})
+        size = sum((folder / file).stat().st_size for file in {*saved.values(), SHARD})
+        index = {"metadata": {"total_size": size}, "weight_map": saved | dict.fromkeys(tensors, SHARD)}
+        write_atomically(folder / INDEX, json.dumps(index, indent=2))
     except (OSError, ValueError, KeyError, SafetensorError) as error:  # the model itself is saved
-        return f"The head for multi-token prediction in {name_or_path(config)} is not kept: {error}"
-    if not tensors:
-        return None
-    save_file(tensors, folder / SHARD, metadata={"format": "pt"})
-    is_one = set(saved.values()) == {ONE_FILE}
-    places = {key: RENAMED if is_one else file for key, file in saved.items()} | dict.fromkeys(tensors, SHARD)
-    size = sum((folder / file).stat().st_size for file in {*saved.values(), SHARD})
-    write_atomically(folder / INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2))
-    if is_one:  # last, so that the folder has a whole model all the time
-        (folder / ONE_FILE).rename(folder / RENAMED)
-    return (
-        f"The head for multi-token prediction in {name_or_path(config)} is kept as it was ({len(tensors)} tensors): it "
-        "was not trained, so fewer of its drafts may be accepted."
-    )
+        return f"{head} is not kept: {error}"
+    return f"{head} is kept as it was ({len(tensors)} tensors): untrained, so fewer of its drafts may be accepted."
 
 
-def _head(config: Any, folder: Path, patterns: list[str], saved: dict[str, str]) -> dict[str, Tensor]:
+def _head(config: Any, folder: Path, patterns: list[str]) -> dict[str, Tensor]:
     """Return the head's tensors in the files that a model was loaded from, if there are any.
 
     Raises:
         OSError, ValueError, KeyError, SafetensorError: the files cannot be read.
-        ValueError: the model is of another size now.
+        ValueError: they are not found; they are quantised; the model is of another size now.
     """
-    source = _folder_of(config)
-    if source is None or source.resolve() == folder.resolve():
+    source = _folder_of(name_or_path(config), getattr(config, "_commit_hash", None))
+    if source is None:
+        raise ValueError("if there is one; its files are not found.")
+    if source.resolve() == folder.resolve():
         return {}
-    layers = {layer for key in saved if (layer := _layer_of(key))}
+    stored = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    depth = (stored.get("text_config") or stored).get("num_hidden_layers", 0)
     head = {
         key: file
-        for key, file in _weights_in(source)
-        if any(re.search(pattern, key) for pattern in patterns) and key not in saved and _layer_of(key) not in layers
+        for key, file in _weights_in(source, INDEX, ONE_FILE).items()
+        if any(re.search(pattern, key) for pattern in patterns) and ("mtp" in key or _layer_of(key) >= depth)
     }
-    if head and _sizes(json.loads((source / "config.json").read_text())) != _sizes(config.to_dict()):
+    if head and stored.get("quantization_config"):
+        raise ValueError("it is stored quantised.")
+    if head and _sizes(stored) != _sizes(config.to_dict()):
         raise ValueError("hidden size, vocabulary or layers have changed.")
     tensors = {}
     for file in set(head.values()):
@@ -85,33 +82,32 @@ def _head(config: Any, folder: Path, patterns: list[str], saved: dict[str, str])
 
 
 def _is_of_head(pattern: str) -> bool:
-    """Whether it is a pattern of such heads: others are of towers that a model of text leaves out."""
+    """Whether it may be a pattern of such heads: others are of towers that a model of text leaves out."""
     return "mtp" in pattern or "layers" in pattern
 
 
-def _layer_of(key: str) -> str | None:
-    """Return the part of a name up to a layer's number: patterns for models of one depth match layers of others."""
-    found = re.match(r"(?!.*mtp).*?layers\.\d+\.", key)
-    return found and found[0]
+def _layer_of(key: str) -> int:
+    """Return a layer's number in a name, -1 without one: heads come behind the layers that a model counts."""
+    found = re.search(r"layers\.(\d+)\.", key)
+    return int(found[1]) if found else -1
 
 
-def _weights_in(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the names of the weights in a folder, each with its file."""
-    if (folder / ONE_FILE).is_file():
-        with safe_open(folder / ONE_FILE, framework="pt") as weights:
-            yield from ((key, ONE_FILE) for key in weights.keys())  # noqa: SIM118  it is no dict
-    elif (folder / INDEX).is_file():
-        yield from json.loads((folder / INDEX).read_text())["weight_map"].items()
+def _weights_in(folder: Path, *names: str) -> dict[str, str]:
+    """Return the names of the weights in a folder, each with its file, by the first of ONE_FILE and INDEX there."""
+    for name in names:
+        if (folder / name).is_file():
+            if name == INDEX:
+                return json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            with safe_open(folder / ONE_FILE, framework="pt") as weights:
+                return dict.fromkeys(weights.keys(), ONE_FILE)
+    return {}
 
 
-def _folder_of(config: Any) -> Path | None:
-    """Return the folder that a model was loaded from, if it is on this machine."""
-    name = name_or_path(config)
+def _folder_of(name: str, revision: str | None) -> Path | None:
+    """Return the folder that a model was loaded from: itself, or in the hub's cache of this machine."""
     if Path(name).is_dir():
         return Path(name)
-    found = (
-        try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None)) if name else None
-    )
+    found = None if is_path(name) else try_to_load_from_cache(name, "config.json", revision=revision)
     return Path(found).parent if isinstance(found, str) else None
 
 

@@ -10,7 +10,7 @@ from tiny import VOCAB, texts, tiny_tokenizer, train_args
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_trainer import LigerConfig, LigerTrainer
-from liger_trainer.common.mtp_head import INDEX, ONE_FILE, RENAMED, SHARD, keep_mtp_head
+from liger_trainer.common.mtp_head import INDEX, ONE_FILE, SHARD, keep_mtp_head
 
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -64,7 +64,7 @@ def test_a_trained_model_has_the_head_that_it_was_loaded_with(source, tmp_path, 
     model = trained(folder, tmp_path / "out")
     assert f"is kept as it was ({len(head)} tensors)" in capsys.readouterr().out
     written = weights_in(tmp_path / "out")
-    assert written.keys() == load_file(tmp_path / "out" / RENAMED).keys() | head.keys()
+    assert written.keys() == load_file(tmp_path / "out" / ONE_FILE).keys() | head.keys()
     assert all(
         torch.equal(written[name], tensor) and written[name].dtype == tensor.dtype for name, tensor in head.items()
     )
@@ -91,8 +91,16 @@ def test_a_folder_that_has_gone_costs_nothing(source, tmp_path, monkeypatch):
     shutil.rmtree(source[0])
     for name in (str(source[0]), "gone", "no name of a hub's"):
         model.config._name_or_path = name
-        keep_mtp_head(model, tmp_path / "out")
+        assert "is not kept" in str(keep_mtp_head(model, tmp_path / "out"))
     assert (tmp_path / "out" / ONE_FILE).is_file() and not (tmp_path / "out" / SHARD).exists()
+
+
+def test_a_quantised_head_is_left_out(source, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(source[0])
+    model.save_pretrained(tmp_path / "out")
+    config = source[0] / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    assert "is not kept: it is stored quantised" in str(keep_mtp_head(model, tmp_path / "out"))
 
 
 def test_files_in_shards_get_one_more(source, tmp_path):
@@ -105,7 +113,7 @@ def test_files_in_shards_get_one_more(source, tmp_path):
 
 
 def test_layers_that_a_pattern_names_by_chance_are_no_head(tmp_path):
-    """GLM-4.5's 46 layers end before its head, those of a larger one have a 46th of their own."""
+    """GLM-4.5-Air's 46 layers end before its head, GLM-4.5 has a layer of that number."""
     folder = tmp_path / "source"
     more = FAMILIES["glm4_moe"][0] | {"num_hidden_layers": 47}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **SIZES | more))

@@ -188,14 +188,18 @@ def _register_gradients() -> bool:
     """Have fla-core call `chunk_gradients` for gated rules; return whether it knows how."""
     try:
         from fla.backends import BaseBackend, register  # pyright: ignore[reportMissingImports]
+        from fla.ops.common.chunk_o import chunk_bwd_dqkwg  # pyright: ignore[reportMissingImports]
     except ImportError:
+        return False
+    known = {*inspect.signature(chunk_gradients).parameters, "g_gamma"}
+    if set(inspect.signature(inspect.unwrap(chunk_bwd_dqkwg)).parameters) != known:  # of a release that we do not know
         return False
 
     @register("common")
     class OwnGradients(BaseBackend):
         backend_type = "liger_trainer"
 
-        def chunk_bwd_dqkwg(self, *args: Any, **how: Any) -> tuple[Tensor, ...]:
+        def chunk_bwd_dqkwg(self, *args: Any, g_gamma: None = None, **how: Any) -> tuple[Tensor, ...]:
             return chunk_gradients(*args, **how)
 
         def verify(self, function_name: str, *args: Any, **how: Any) -> tuple[bool, str | None]:
