@@ -23,7 +23,7 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int, **more: Any)
     return {**sizes, "num_hidden_layers": layers, "num_attention_heads": heads, **more}
 
 
-# model id: (model type, its sizes)
+# model id: (model type, its sizes). SmolLM3's are the defaults of transformers' class.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-0.6B": ("qwen3", {**_QWEN3, **_sizes(1024, 3072, 28, 16)}),
     "Qwen/Qwen3-1.7B": ("qwen3", {**_QWEN3, **_sizes(2048, 6144, 28, 16)}),
@@ -52,6 +52,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "ibm-granite/granite-3.3-8b-instruct": (
         "granite", {**_GRANITE, **_sizes(4096, 12800, 40, 32, logits_scaling=16.0, attention_multiplier=0.0078125)},
     ),
+    "HuggingFaceTB/SmolLM3-3B": ("smollm3", _sizes(2048, 11008, 36, 16, num_key_value_heads=4, vocab_size=128256)),
     "google/gemma-3-1b-it": (
         "gemma3_text",
         _sizes(1152, 6912, 26, 4, num_key_value_heads=1, head_dim=256, vocab_size=262144, sliding_window=512),
@@ -74,6 +75,7 @@ PARAMETERS = {
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "microsoft/Phi-4-mini-instruct": 3_836_021_760,
+    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
     "google/gemma-3-1b-it": 999_885_952,
     "google/gemma-3-4b-it": 4_300_079_472,
 }

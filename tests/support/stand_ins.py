@@ -12,9 +12,10 @@ from trl import chat_template_utils
 
 from liger_trainer.config.run_config import RunConfig
 
-# model id: (its architecture here, TRL's name for its chat template if TRL can mark the answers in it)
+# model id: (its architecture here, TRL's name for a chat template as its own if answers are marked in it, or TRL can)
 MODELS = {
     "demo:smollm2-135m-instruct": ("llama", None),
+    "HuggingFaceTB/SmolLM3-3B": ("smollm3", "lfm2_training"),  # ChatML with marks
     "google/gemma-3-1b-it": ("gemma3_text", "gemma3"),
     "google/gemma-3-4b-it": ("gemma3", "gemma3"),
     "ibm-granite/granite-3.3-2b-instruct": ("granite", None),
@@ -39,6 +40,7 @@ VISION = {
 # architecture: (configuration class, its options): those of the models above that change which code runs
 ARCHITECTURES = {
     "llama": ("LlamaConfig", {**LAYERS, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3Config", {**LAYERS, "no_rope_layer_interval": 2}),
     "qwen3": ("Qwen3Config", {**LAYERS, "head_dim": 8, "tie_word_embeddings": True}),
     "gemma3_text": ("Gemma3TextConfig", {**LAYERS, **GEMMA}),
     "gemma3": (
