@@ -11,7 +11,7 @@ row are kept as JSON: in Arrow's own mappings each would get the keys of all oth
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -373,6 +373,12 @@ def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, A
 _PAIRS = ("question", "answer"), ("query", "response"), ("instruction", "response"), ("input", "output")
 
 
+def other_separator(columns: Sequence[str]) -> str:
+    """Say by what the columns of a .csv file are separated where that is no comma, or return an empty text."""
+    found = next((sign for sign in ";\t|" if sign in columns[0]), None) if len(columns) == 1 else None
+    return f"The columns are separated by {found!r}; in a .csv file expected commas." if found else ""
+
+
 def no_usable_column(have: Iterable[str], text_field: str) -> str:
     """Say which columns rows may have, which these have, and what of them looks like a slip."""
     have = list(have)
@@ -382,8 +388,8 @@ def no_usable_column(have: Iterable[str], text_field: str) -> str:
     ]
     if pair := next((pair for pair in _PAIRS if {*pair} <= {*have}), None):
         hints.append(f" Rename {pair[0]!r} to 'prompt' and {pair[1]!r} to 'completion'.")
-    if len(have) == 1 and (separator := next((sign for sign in ";\t|" if sign in have[0]), None)):
-        hints.append(f" The columns are separated by {separator!r}; in a .csv file expected commas.")
+    if separated := other_separator(have):
+        hints.append(f" {separated}")
     return (
         f"no usable column. Expected messages, or prompt and completion, or {text_field} (named by "
         "dataset_text_field), or input_ids, or conversations as in ShareGPT, or instruction and output as in Alpaca; "

@@ -395,6 +395,25 @@ def test_columns_of_a_csv_file_that_are_no_columns_say_why(load):
             load("rows.CSV", {"rows.CSV": f"{header}\n{row}\n{row}\n"})
 
 
+def test_a_row_of_a_csv_file_with_more_cells_than_columns_is_refused(load):
+    """pandas would take the prompt for the row's label, and the rest of the text for the completion."""
+    quoted = 'prompt,completion\n"two\nlines, a comma",b\nc,"d, e"\n'
+    assert {*load("rows.csv", {"rows.csv": quoted}).train["completion"]} < {"b", "d, e"}
+    for name, content, complaint in (
+        (
+            "rows.csv",
+            "prompt,completion\na,b, c\nd,e, f\n",
+            "rows.csv:2: expected 2 cells, as in the first line, got 3",
+        ),
+        ("rows.csv", f"{quoted}f,g,h\n", "rows.csv:5: expected 2 cells"),
+        ("rows.csv", "text\none, two\n", "Put texts with a comma in double quotes."),
+        ("rows.tsv", "prompt\tcompletion\na\tb\tc\n", "Put texts with a tab in double quotes."),
+        ("rows.csv", "question;answer\na;b, c\nd;e, f\n", "The columns are separated by ';'"),
+    ):
+        with pytest.raises(DataError, match=re.escape(complaint)):
+            load(name, {name: content})
+
+
 def test_wrong_rows_of_other_formats_are_skipped_too(load):
     files = {"rows.csv": "prompt,completion\na,b\nc,\nd,e\nf,g\n" + "h,i\n" * 8}
     with pytest.raises(DataError, match="rows.csv, row 1: column 'completion'"):

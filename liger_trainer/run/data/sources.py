@@ -1,8 +1,10 @@
 """Read rows from a demo, a local file, a directory, the hub or a TRL mixture. Every error names its file and line."""
 
+import csv
 import gzip
 import json
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ... import plugins
 from ...errors import ConfigError, DataError
 from ...plugins import DEMO, TASK
-from ...trainers.chat_rows import JsonAsWritten, encoded
+from ...trainers.chat_rows import JsonAsWritten, encoded, other_separator
 from .row_checks import BadRows, form_of, kind_of, learned_answers, row_problem
 
 if TYPE_CHECKING:
@@ -451,6 +453,8 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
     read = readers.get(kind)
     if read is None:
         raise config.error("dataset_name", f"{path.name}: expected {EXPECTED}.")
+    if kind in (".csv", ".tsv"):
+        _check_cells(path, "," if kind == ".csv" else "\t")
     try:
         loaded = read(str(path))
     except Exception as error:  # pyarrow, pandas and datasets each have their own
@@ -459,6 +463,31 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
         raise DataError(f"{path}: cannot be read as {kind[1:]}: {cause}{advice}") from None
     assert isinstance(loaded, datasets.Dataset)
     return loaded, None, 0
+
+
+def _check_cells(path: Path, separator: str) -> None:
+    """Raise DataError for a row with more cells than the first line, such as a text whose comma is not in quotes.
+
+    pandas would take the first cell for a label of the row, and move the others one column to the left.
+    """
+    opened: Any = gzip.open if path.suffix.lower() == PACKED else open
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+            rows = csv.reader(file, delimiter=separator)
+            header, line = next(rows, []), 1
+            for cells in rows:
+                start, line = line + 1, rows.line_num
+                if len(cells) > len(header):
+                    quoted = f"Put texts with {'a tab' if separator == chr(9) else 'a comma'} in double quotes."
+                    raise DataError(
+                        f"{path}:{start}: expected {len(header)} cells, as in the first line, got {len(cells)}. "
+                        f"{other_separator(header) or quoted}"
+                    )
+    except (csv.Error, OSError, EOFError, zlib.error, UnicodeDecodeError):
+        return  # who reads it says what is wrong
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _read_csv(path: str, texts: Sequence[str], separator: str = ",") -> "Dataset":
