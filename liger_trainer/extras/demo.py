@@ -276,13 +276,13 @@ def _save(gguf: Path, directory: Path) -> None:
         source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
         model = load_whole(AutoModelForCausalLM.from_pretrained, gguf.parent, dtype=torch.float32, **source)
-        _forget_quantization(model)
+        forget_quantization(model)
         _complete_tokenizer(tokenizer, model.config)
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 
 
-def _forget_quantization(model: "PreTrainedModel") -> None:
+def forget_quantization(model: "PreTrainedModel") -> None:
     """Remove the marks of a quantised model, which Trainer refuses: the weights are dequantised."""
     for owner, attribute in (
         (model, "hf_quantizer"),

@@ -21,6 +21,7 @@ from benchmarks.students import (
     TEACHER_CONFIG,
     WARMUP,
     WAYS,
+    BySteps,
     ByTime,
     Longer,
     Setup,
@@ -123,6 +124,15 @@ def test_a_second_run_ends_when_the_training_does_and_completions_grow_with_the_
     now[0] = 104.0
     late.on_step_end(*call, control)
     assert control.should_training_stop
+
+
+def test_a_training_by_steps_has_that_many():
+    clock, control, shares = BySteps(4, list), TrainerControl(), []
+    while not control.should_training_stop:
+        clock.on_step_begin(None, None, control)
+        clock.on_step_end(None, None, control)
+        shares.append(clock.share())
+    assert shares == [0.25, 0.5, 0.75, 1.0]
 
 
 @pytest.mark.slow
