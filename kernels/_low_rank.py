@@ -24,6 +24,7 @@ Source    Hu et al. 2021, arXiv:2106.09685; sums of bf16 matrices: Henry et al. 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from ._autograd import Scaled, Source, copy_all
 from ._dropout import LEVELS, Run, add_gradients, draw_seed, kept, runs_of, threshold_of, values_of_kept
 from ._triton import Launch, remembered, tl, triton, use_triton
 from ._tuning import SHAPES
+from ._workspace import SharedUnpack
 
 BLOCK, WARPS = SHAPES.SPLIT
 TERM_FIRST = SHAPES.TERM_FIRST
@@ -63,7 +65,7 @@ class Projection:
         bias: (O,) or None.
         adapters: empty for a layer without adapters.
         unpack: turns `weight` into (O, K). Forward and backward both call it, so that the dense weight of a quantised
-            layer is never stored.
+            layer is never stored. That of a `SharedUnpack` lies in memory that other weights take after it.
     """
 
     weight: Tensor
@@ -78,8 +80,14 @@ class Projection:
             return self.weight.shape[0], self.weight.shape[-1]
         return (self.adapters[0].b.shape[0], self.adapters[0].a.shape[-1]) if self.adapters else None
 
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        return (self.weight if self.unpack is None else self.unpack(self.weight)).to(dtype)
+    @contextmanager
+    def dense(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Lend (O, K), which is read before the next projection's is lent."""
+        if isinstance(self.unpack, SharedUnpack):
+            with self.unpack.lent(self.weight) as weight:
+                yield weight.to(dtype)
+        else:
+            yield (self.weight if self.unpack is None else self.unpack(self.weight)).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -468,18 +476,20 @@ def project(x: Tensor, stack: Stack, values: Tensor | None, numerics: Numerics) 
     """Return y of each projection, with the terms of all adapters if there are values. x: (N, K) in `compute`."""
     outputs, columns = [], _adapter_columns(stack)
     for p in stack.projections:
-        w, terms = p.dense(numerics.compute), () if values is None else p.adapters
-        is_last = bool(terms) and p.bias is None and _is_term_first(len(x) * len(w), numerics)
-        y = None if is_last else F.linear(x, w, None if p.bias is None else p.bias.to(numerics.compute))
-        for _ in terms:
-            adapter, place = next(columns)  # this adapter's columns of R
-            assert values is not None
-            if y is None:
-                y = values[:, 0, place] @ adapter.b.t()
-            else:
-                add(y, values[..., place], adapter.b.t(), numerics)
-        assert y is not None
-        outputs.append(y.addmm_(x, w.t()) if is_last else y)
+        terms = () if values is None else p.adapters
+        with p.dense(numerics.compute) as w:
+            is_last = bool(terms) and p.bias is None and _is_term_first(len(x) * len(w), numerics)
+            y = None if is_last else F.linear(x, w, None if p.bias is None else p.bias.to(numerics.compute))
+            for _ in terms:
+                adapter, place = next(columns)  # this adapter's columns of R
+                assert values is not None
+                if y is None:
+                    y = values[:, 0, place] @ adapter.b.t()
+                else:
+                    add(y, values[..., place], adapter.b.t(), numerics)
+            assert y is not None
+            outputs.append(y.addmm_(x, w.t()) if is_last else y)
+        del w  # not beside the next one
     return outputs
 
 
@@ -524,9 +534,10 @@ def rank_gradients(
 def input_gradient(dys: Sequence[Tensor], stack: Stack, numerics: Numerics, dx: Tensor | None = None) -> Tensor:
     """Return the base layers' part of dx (N, K), the gradient of `project`'s input, added to `dx` if it is given."""
     for dy, p in zip(dys, stack.projections, strict=True):
-        w = p.dense(numerics.compute)
-        # Adds in place: a sum of separate tensors would read and write dx twice more.
-        dx = dy @ w if dx is None else dx.addmm_(dy, w)
+        with p.dense(numerics.compute) as w:
+            # Adds in place: a sum of separate tensors would read and write dx twice more.
+            dx = dy @ w if dx is None else dx.addmm_(dy, w)
+        del w  # not beside the next one
     assert dx is not None
     return dx
 

@@ -4,14 +4,19 @@
 
 Formats   nf4     16 values of -1 to 1, denser near 0; 64 numbers a block; the scale is their largest magnitude, fp32
           mxfp4   0, 0.5, 1, 1.5, 2, 3, 4, 6 of both signs; 32 numbers a block; the scale is 2^(e - 127), e a byte
-Layout    byte i has number 2 i in its low four bits and number 2 i + 1 in its high ones, as MXFP4's checkpoints have it
+Nested    nf4's scales may be packed too (double quantisation): map[byte] largest + offset, 256 scales a block
+Layout    byte i has number 2 i in its low four bits and number 2 i + 1 in its high ones, as MXFP4's checkpoints have
+          it; bitsandbytes' nf4 has them the other way round
+Method    A thread reads 4 bytes, whose 8 numbers have one scale, and writes these side by side.
 Rounding  nf4: to the nearest value
-Numerics  the product is fp32, rounded once. MXFP4 is exact in bf16
+Numerics  the product is fp32, rounded once. MXFP4 is exact in bf16. A nested scale is a product and a sum in fp32, each
+          rounded, as bitsandbytes computes it
 Traffic   1 read of half a byte and of a 64th (nf4) or 32nd of a scale, and 1 write, for each number
 Source    Dettmers et al. 2023, arXiv:2305.14314 (nf4); OCP Microscaling Formats 1.0, 2023 (mxfp4)
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +31,17 @@ NF4_VALUES = (
 )  # fmt: skip
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 NF4_BLOCK, MXFP4_BLOCK = 64, 32
-NUMBERS = 4096  # that a program unpacks; blocks divide it
+NESTED_BLOCK = 256  # scales
+NUMBERS = 2048  # that a program unpacks, 8 in each of its 256 threads
+
+
+class NestedScales(NamedTuple):
+    """Scales of nf4 that are packed themselves: map[codes] * largest + offset."""
+
+    codes: Tensor  # uint8, one for each block
+    map: Tensor  # (256,) fp32
+    largest: Tensor  # fp32, one for each 256 codes
+    offset: Tensor  # (), fp32
 
 
 @functools.lru_cache(8)
@@ -62,22 +77,35 @@ def unpack_reference(codes: Tensor, scales: Tensor, numel: int, dtype: torch.dty
 
 
 @triton.jit
-def _unpack_kernel(out_ptr, codes_ptr, scales_ptr, table_ptr, N, BLOCK: tl.constexpr, NUMBERS: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
-    mask = at < N
-    # Two neighbours read one byte, and a block's numbers one scale: from the cache, all but the first.
-    byte = tl.load(codes_ptr + at // 2, mask=mask, other=0).to(tl.int32)
-    scale = tl.load(scales_ptr + at // BLOCK, mask=mask, other=0)
-    if scales_ptr.dtype.element_ty == tl.uint8:
+def _unpack_kernel(
+    out_ptr, codes_ptr, scales_ptr, table_ptr, map_ptr, largest_ptr, offset_ptr, N,
+    BLOCK: tl.constexpr, NESTED: tl.constexpr, HIGH_FIRST: tl.constexpr, NUMBERS: tl.constexpr,
+):  # fmt: skip
+    """Codes are int32 here: eight numbers each."""
+    word = tl.program_id(0).to(tl.int64) * (NUMBERS // 8) + tl.arange(0, NUMBERS // 8)
+    mask = word * 8 < N
+    codes = tl.load(codes_ptr + word, mask=mask, other=0)
+    block = word * 8 // BLOCK
+    scale = tl.load(scales_ptr + block, mask=mask, other=0)
+    if map_ptr is not None:
+        largest = tl.load(largest_ptr + block // NESTED, mask=mask, other=0)
+        scale = tl.load(map_ptr + scale.to(tl.int32)) * largest + tl.load(offset_ptr)
+    elif scales_ptr.dtype.element_ty == tl.uint8:
         exponent = scale.to(tl.int32)
         scale = tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
-    value = tl.load(table_ptr + ((byte >> ((at % 2) * 4).to(tl.int32)) & 15))
-    tl.store(out_ptr + at, value * scale, mask=mask)
+    place = tl.arange(0, 8)
+    code = (codes[:, None] >> ((place ^ HIGH_FIRST) * 4)[None, :]) & 15
+    at = word[:, None] * 8 + place[None, :]
+    tl.store(out_ptr + at, tl.load(table_ptr + code) * scale[:, None], mask=at < N)
 
 
 @remembered
-def _unpack_launch(numel: int, block: int, numbers: int) -> Launch:
-    return Launch(_unpack_kernel, (-(-numel // numbers),), numel, BLOCK=block, NUMBERS=numbers, num_warps=8)
+def _unpack_launch(numel: int, block: int, high_first: int, numbers: int) -> Launch:
+    # Without fusion, which would not round the product of a nested scale before the sum.
+    return Launch(
+        _unpack_kernel, (-(-numel // numbers),), numel, BLOCK=block, NESTED=NESTED_BLOCK, HIGH_FIRST=high_first,
+        NUMBERS=numbers, num_warps=max(numbers // 8 // 32, 1), enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def unpack(codes: Tensor, scales: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
@@ -94,7 +122,21 @@ def unpack(codes: Tensor, scales: Tensor, numel: int, dtype: torch.dtype) -> Ten
         return out
     if not use_triton(out):
         return unpack_reference(codes, scales, numel, dtype)
-    _unpack_launch(numel, MXFP4_BLOCK if is_mxfp4 else NF4_BLOCK, NUMBERS)(
-        out, codes, scales, _tables_on(codes.device)[is_mxfp4]
+    _unpack_launch(numel, MXFP4_BLOCK if is_mxfp4 else NF4_BLOCK, 0, NUMBERS)(
+        out, codes.view(torch.int32), scales, _tables_on(codes.device)[is_mxfp4], None, None, None
     )
     return out
+
+
+def unpack_nf4_(out: Tensor, codes: Tensor, scales: Tensor | NestedScales) -> None:
+    """Unpack bitsandbytes' nf4 into `out` by Triton.
+
+    Args:
+        out: contiguous, any shape and dtype of floating point; the number of its elements is a multiple of 8.
+        codes: two numbers a byte, the first in the high bits; of any shape, and stored as any dtype.
+        scales: fp32, or packed themselves; one for each block of 64.
+    """
+    nested: Any = scales if isinstance(scales, NestedScales) else (scales, None, None, None)
+    _unpack_launch(out.numel(), NF4_BLOCK, 1, NUMBERS)(
+        out, codes.flatten().view(torch.int32), nested[0], _tables_on(out.device)[0], *nested[1:]
+    )

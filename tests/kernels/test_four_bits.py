@@ -14,8 +14,10 @@ from liger_trainer.kernels import four_bits
 from liger_trainer.kernels.four_bits import (
     MXFP4_VALUES,
     NF4_VALUES,
+    NestedScales,
     nf4_codes,
     unpack,
+    unpack_nf4_,
 )
 
 # a block's part, blocks and a part, one program and another, as many as one takes, none
@@ -97,6 +99,48 @@ def test_nf4_is_that_of_bitsandbytes():
     weight = normal(4, 8, 64)
     theirs = functional.dequantize_4bit(*functional.quantize_4bit(weight, quant_type="nf4", blocksize=64))
     torch.testing.assert_close(FourBitTensor.nf4(weight).unpacked(), theirs, rtol=1e-6, atol=1e-7)
+
+
+# scales whose product and sum, fused, would be rounded otherwise; more blocks than have one outer scale
+BLOCKS = 256 + 3
+
+
+def nested_scales() -> NestedScales:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (BLOCKS,), generator=generator).to(torch.uint8)
+    return NestedScales(codes, torch.linspace(-1, 1, 256), torch.tensor([0.37, 1.9]), torch.tensor(0.11))
+
+
+@pytest.mark.parametrize("stored", [torch.uint8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_nested", [True, False], ids=["nested", "plain"])
+def test_nf4_of_bitsandbytes_bit_for_bit(is_nested, stored, triton_fp32):
+    """High bits first; a scale that is packed is a product, rounded, and a sum."""
+    nested, codes = nested_scales(), packed(BLOCKS * 64, "nf4")[0]
+    inner = torch.tensor([nested.map[code] for code in nested.codes.tolist()])
+    scales = inner * nested.largest.repeat_interleave(256)[:BLOCKS] + nested.offset
+    table = torch.tensor(NF4_VALUES)
+    numbers = torch.stack((codes >> 4, codes & 15), 1).flatten().long()
+    want = table[numbers] * scales.repeat_interleave(64)
+    given = NestedScales(*(x.to(triton_fp32.device) for x in nested)) if is_nested else scales.to(triton_fp32.device)
+    for dtype in (torch.float32, torch.float16):
+        out = torch.empty(BLOCKS, 64, dtype=dtype, device=triton_fp32.device)
+        unpack_nf4_(out, codes.view(stored).unsqueeze(1).to(triton_fp32.device), given)
+        assert torch.equal(out.cpu().flatten(), want.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_nested", [True, False], ids=["nested", "plain"])
+def test_nf4_is_what_bitsandbytes_unpacks(is_nested, dtype, triton_fp32):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    if dtype == torch.bfloat16 and triton_fp32.device == "cpu":
+        pytest.skip("Triton's interpreter has no bf16")
+    weight = normal(3 * 96, 128).to(dtype).to(triton_fp32.device)
+    codes, state = functional.quantize_4bit(weight, quant_type="nf4", blocksize=64, compress_statistics=is_nested)
+    scales = state.absmax
+    if is_nested:
+        scales = NestedScales(scales, state.state2.code, state.state2.absmax, state.offset)
+    unpack_nf4_(out := torch.empty_like(weight), codes, scales)
+    assert torch.equal(out, functional.dequantize_4bit(codes, state))
 
 
 def test_no_number_stays_no_number():

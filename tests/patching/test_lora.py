@@ -291,18 +291,29 @@ def test_half_precision_within_twice_pefts_error(adapters, autocast):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("kind", ["nf4", "nested nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_qlora(dtype, calls):
-    """A 4-bit base: the same loss and gradients, and no dense weight is kept for the backward."""
+def test_qlora(dtype, kind, checkpointed, calls, request, monkeypatch):
+    """A 4-bit base: the same loss and gradients, and nf4 weights are unpacked into one memory by our kernel."""
     from bitsandbytes.nn import Linear4bit  # pyright: ignore[reportMissingImports]
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    has_kernels, places, unpack_into = device == "cuda" or dtype == torch.float32, [], patch_lora.unpack_into
+    if has_kernels and device == "cpu":
+        request.getfixturevalue("kernels")
+    monkeypatch.setattr(
+        patch_lora, "unpack_into", lambda *args: (places.append(args[2].data_ptr()), unpack_into(*args))[1]
+    )
 
     def quantised() -> Any:
         model = tiny_model(dtype=dtype, hidden_size=64, intermediate_size=64)
         for name, module in list(model.model.named_modules()):
             if isinstance(module, nn.Linear):
-                layer = Linear4bit(module.in_features, module.out_features, bias=False, compute_dtype=dtype)
+                layer = Linear4bit(
+                    module.in_features, module.out_features, bias=False, compute_dtype=dtype,
+                    compress_statistics=kind.startswith("nested"), quant_type=kind.split()[-1],
+                )  # fmt: skip
                 layer.load_state_dict(module.state_dict())
                 parent, _, child = name.rpartition(".")
                 setattr(model.model.get_submodule(parent), child, layer)
@@ -312,10 +323,15 @@ def test_qlora(dtype, calls):
     plain, model = quantised(), quantised()
     report = patch(model, LORA_ONLY).report
     assert report.swapped["LoRA linear"] == 14 and report.swapped["LoRA MLP"] == 2, str(report)
+    for each in (plain, model):
+        if checkpointed:
+            each.gradient_checkpointing_enable({"use_reentrant": False})
+            each.train()
     batch = {name: x.to(device) for name, x in masked_batch().items()}
     losses = [each(**batch).loss for each in (plain, model)]
     want, got = (named_gradients(each, loss) for each, loss in zip((plain, model), losses, strict=True))
     tolerance = 1e-5 if dtype == torch.float32 else 0.1  # between two orders of rounding
     torch.testing.assert_close(losses[1], losses[0], rtol=tolerance, atol=0)
     assert_same_gradients(got, want, tolerance)
-    assert counts(calls) == OURS
+    assert counts(calls) == {op: count * (1 + checkpointed) for op, count in OURS.items()}
+    assert len(set(places)) == (has_kernels and kind != "fp4")

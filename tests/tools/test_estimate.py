@@ -180,6 +180,14 @@ def test_checkpointing_lora_and_quantised_weights_take_less():
     assert linear / (4 * lora.parameters) > 0.6  # all but the embeddings and the head
 
 
+def test_weights_in_4_bits_are_unpacked_into_memory_of_the_largest():
+    spec = step(peft=LORA)
+    packed = simulate(step(peft=LORA, student=dataclasses.replace(spec.student, bits=4)))
+    largest = 4 * spec.student.config.hidden_size * spec.student.config.intermediate_size
+    for phase, peak in simulate(spec).peaks.items():
+        assert parts(packed, phase)["activations"] - peak.parts["activations"] == largest, phase
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts_in_4_bits_take_their_codes_and_one_layer_unpacked(family):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 4}

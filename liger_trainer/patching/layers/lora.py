@@ -24,14 +24,17 @@ from torch import Tensor, nn
 
 from ...common.replacements import Replacements
 from ...compat.modules import accelerate_hook, forward_is_moved, is_called, is_hooked, own_children
+from ...kernels.four_bits import NESTED_BLOCK, NF4_BLOCK, NestedScales, unpack_nf4_
 from ...kernels.lora_linear import lora_linear, lora_linear_reference
 from ...kernels.lora_linears import lora_linears
 from ...kernels.lora_mlp import lora_mlp
-from ...kernels.types import Adapter, Projection
+from ...kernels.types import Adapter, Projection, SharedUnpack, Workspace
 from ...losses.model_parts import output_module
 from .. import structure
 from ..options import PatchOptions, PatchReport
 from .linears import GROUP, SharedInput, is_plain, is_weight_and_bias, layers_of_one_input
+
+WORKSPACE = "_liger_trainer_workspace"  # the attribute of a layer whose 4-bit weight is unpacked into shared memory
 
 
 class Ineligible(Exception):
@@ -44,6 +47,8 @@ def patch_lora(model: nn.Module, options: PatchOptions, replacements: Replacemen
         return
     head = output_module(model)
     layers: Any = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
+    bases = [m.base_layer for _, m in layers if type(m.base_layer) in bnb_4bit_types()]
+    workspace = Workspace(max((base.in_features * base.out_features for base in bases), default=0))
     for name, module in layers:
         if module is head or module in replacements or isinstance(module, ParamWrapper):  # experts.py
             continue
@@ -51,6 +56,8 @@ def patch_lora(model: nn.Module, options: PatchOptions, replacements: Replacemen
         if refused is None:
             # Whatever state it is in now: another one may follow, and our forward calls PEFT's where it has to.
             replacements.forward(module, _lora_linear_forward)
+            if type(module.base_layer) in bnb_4bit_types():
+                replacements.set(module, WORKSPACE, workspace)
             refused = _why_own_forward(module)
         if refused is None:
             report.swap("LoRA linear")
@@ -147,7 +154,7 @@ def read(module: Any, x: Tensor | None) -> Projection:
     if not module.cast_input_dtype_enabled:
         raise Ineligible("inputs are not cast to the adapters' dtype")
     base = module.base_layer
-    weight, unpack = _base_weight(base, x)
+    weight, unpack = _base_weight(base, x, vars(module).get(WORKSPACE))
     bias = base.bias
     # The op has no product for dW.
     if weight.requires_grad or (bias is not None and bias.requires_grad):
@@ -180,7 +187,7 @@ def _rate(dropout: nn.Module) -> float:
     return dropout.p if dropout.training else 0.0  # its own mode: a part of a model may be in eval mode
 
 
-def _base_weight(base: Any, x: Tensor | None) -> tuple[Tensor, Any]:
+def _base_weight(base: Any, x: Tensor | None, workspace: Workspace | None) -> tuple[Tensor, Any]:
     """Return a base layer's weight and the function that unpacks it, None for a plain weight."""
     if type(base) is nn.Linear:
         if not (is_weight_and_bias(base) or _only_aligns_devices(base)):
@@ -195,7 +202,10 @@ def _base_weight(base: Any, x: Tensor | None) -> tuple[Tensor, Any]:
         raise Ineligible(f"the 4-bit layer computes in {base.compute_dtype}, another dtype than its input's")
     if is_called(base):
         raise Ineligible("the base layer is hooked or has another forward")
-    return base.weight, functools.partial(dequantized, state)
+    unpack = functools.partial(dequantized, state)
+    if workspace is not None and is_nf4(state):
+        unpack = SharedUnpack(unpack, functools.partial(unpack_into, state), state.shape, state.dtype, workspace)
+    return base.weight, unpack
 
 
 def _computes_in(dtype: torch.dtype | None, x: Tensor | None) -> bool:
@@ -210,6 +220,24 @@ def dequantized(state: Any, weight: Tensor) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit  # pyright: ignore[reportMissingImports]
 
     return dequantize_4bit(weight.data, state)
+
+
+def is_nf4(state: Any) -> bool:
+    """Whether a 4-bit weight has the blocks that transformers has bitsandbytes make: those that our kernel unpacks."""
+    outer = state.state2
+    scales = torch.float32 if outer is None else torch.uint8
+    return (
+        (state.quant_type, state.blocksize, state.absmax.dtype) == ("nf4", NF4_BLOCK, scales)
+        and state.shape.numel() % NF4_BLOCK == 0
+        and (outer is None or (outer.blocksize, outer.absmax.dtype) == (NESTED_BLOCK, torch.float32))
+    )
+
+
+def unpack_into(state: Any, weight: Tensor, out: Tensor) -> None:
+    scales = state.absmax
+    if state.state2 is not None:
+        scales = NestedScales(scales, state.state2.code, state.state2.absmax, state.offset)
+    unpack_nf4_(out, weight.data, scales)
 
 
 def _only_aligns_devices(linear: Any) -> bool:

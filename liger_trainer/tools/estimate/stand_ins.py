@@ -54,6 +54,8 @@ def as_bitsandbytes() -> Iterator[None]:
     replaced.set(patch_experts, "is_packed", lambda weight: hasattr(weight, "packed_bytes"))
     replaced.set(patch_experts, "unpacked", _unpacked_experts)
     replaced.set(patch_lora, "dequantized", lambda state, weight: weight.new_empty(state.shape, dtype=state.dtype))
+    replaced.set(patch_lora, "is_nf4", lambda state: True)
+    replaced.set(patch_lora, "unpack_into", lambda state, weight, out: None)
     try:
         yield
     finally:
