@@ -54,6 +54,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248320, "linear_num_key_heads": 16,
         "linear_num_value_heads": 16, "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
     }),
+    "Qwen3.5-2B": ("qwen3_5_text", {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248320, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16, "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+    }),
     "SmolLM2-135M": ("llama", {
         "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
         "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152,

@@ -163,6 +163,7 @@ CASES = (
     Case("sft-gemma-4-e2b-8k", "Gemma-4-E2B", 1, 8192, default=False, plan=Plan(5, 9, 2)),
     Case("sft-qwen3.5-0.8b", "Qwen3.5-0.8B", 8, 1024, default=False),
     Case("lora-qwen3.5-0.8b", "Qwen3.5-0.8B", 8, 1024, lora_dropout=0.0, default=False),
+    Case("kd-qwen3.5-0.8b", "Qwen3.5-0.8B", 8, 1024, teacher="Qwen3.5-2B", default=False),
     Case("lora-gpt-oss-20b", "gpt-oss-20b", 2, 2048, layers=4, lora_dropout=0.0, default=False),
     # a half, so that all providers fit on 80 GB
     Case("sft-llama-3-8b", "Llama-3-8B", 4, 2048, layers=16, gently=2, default=False),

@@ -165,7 +165,7 @@ def test_the_table_has_ratios_the_best_of_each_column_and_reasons():
 
 def test_variants_of_ours_are_rows_of_both_kinds():
     options = parse(
-        ["--cases", "sft-qwen3-0.6b,kd-qwen*", "--providers", "ours", "--ours", "packing_strategy=wrapped,fp16=no"]
+        ["--cases", "sft-qwen3-0.6b,kd-qwen3-*", "--providers", "ours", "--ours", "packing_strategy=wrapped,fp16=no"]
     )
     assert [case.name for case in options.cases] == ["sft-qwen3-0.6b", "kd-qwen3-0.6b"]
     for kind, trainer in (("SFT", "LigerTrainer"), ("KD", "LigerDistillTrainer")):
