@@ -1,10 +1,11 @@
 """Attention within documents: errors, time beside sdpa, FlashAttention-2 and FlexAttention, and a sweep of its tiles.
 
     python -m benchmarks.attention [seconds: 78]
+    ATTENTION_LENGTH=2048 python -m benchmarks.attention    # other lengths: times only
 
 Forward and backward together, of one row of 8192 tokens in bf16, for heads of 64 to 512 columns. Errors are relative L2
-distances from plain torch in fp32. Prints lines as it has them, and writes attention.json into $OUT or the current
-folder. Needs a GPU. Processes of their own compile ahead, without launching; one process times, in turn.
+distances from plain torch in fp32. Prints lines as it has them, and writes attention-LENGTH.json into $OUT or the
+current folder. Needs a GPU. Processes of their own compile ahead, without launching; one process times, in turn.
 """
 
 import ctypes
@@ -24,7 +25,8 @@ import torch.nn.functional as F  # noqa: E402
 
 from liger_trainer.kernels import document_attention as da  # noqa: E402
 
-S = 8192
+SWEPT = 8192
+S = int(os.environ.get("ATTENTION_LENGTH", SWEPT))
 # name: D, query heads, key heads, window, sinks, is FlexAttention timed; those asked for first
 CASES = {
     "D64 W128 sinks 64/8": (64, 64, 8, 128, True, True),
@@ -36,7 +38,7 @@ CASES = {
     "D256 W1024 8/4": (256, 8, 4, 1024, False, False),
 }
 PACKED = ("D64 W128 sinks 64/8", "D256 W512 4/1")  # checked with documents of several lengths, too
-ENDS = [0, 5, 5, 2999, 3001, 7000, S]
+ENDS = [0, 5, 5, 2999, 3001, 7000, SWEPT]
 SWEEPS = {  # case: kernel: tiles (queries, keys, warps, stages)
     "D256 W512 4/1": {
         "forward": [(64, 32, 4, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2)],
@@ -332,13 +334,13 @@ def main() -> None:
     context = mp.get_context("fork")  # of the imports above; CUDA begins in each
     jobs, done = context.Queue(), context.Queue()
     first = [(case, kind, None) for case in CASES for kind in kinds_of(case)]
-    first += [(case, kind, None, True) for case in PACKED for kind in kinds_of(case)]
+    first += [(case, kind, None, True) for case in PACKED for kind in kinds_of(case) if S == SWEPT]
     first.sort(key=lambda job: -CASES[job[0]][0])  # the longest first
     hopper = da.architecture_of(torch.device("cpu"))  # without a word to CUDA, which begins in each process
     defaults = {(case, kind): tuple(da.tiles_of(kind, CASES[case][0], False, hopper, CASES[case][3]))
                 for case, kind, *_ in first}  # fmt: skip
     sweep = [(case, kind, t) for case, kinds in SWEEPS.items() for kind, ts in kinds.items() for t in ts
-             if t != defaults[case, kind]]  # fmt: skip
+             if t != defaults[case, kind] and S == SWEPT]  # fmt: skip
     for job in first + sweep:
         jobs.put(job)
     count = max(4, min(12, len(os.sched_getaffinity(0)) - 4))
@@ -373,12 +375,14 @@ def main() -> None:
     def save(key, name, value):
         report[key][name] = value
         print(f"{NOW() - START:4.0f} s {key} {name}: {json.dumps(value)}", flush=True)
-        with open(os.path.join(os.environ.get("OUT", "."), "attention.json"), "w") as file:
+        with open(os.path.join(os.environ.get("OUT", "."), f"attention-{S}.json"), "w") as file:
             json.dump(report, file, indent=1)
 
     for case in sorted(CASES, key=lambda case: CASES[case][0]):  # those that compile fast first
-        for packed in (False, True)[: 1 + (case in PACKED)]:
+        for packed in (False, True)[: 1 + (case in PACKED and S == SWEPT)]:
             compiled(*((case, kind, None, *(True,) * packed) for kind in kinds_of(case)), until=LIMIT - 40)
+            if S != SWEPT:  # the kernels are the same
+                continue
             try:
                 found = check(case, packed)
             except Exception as error:
@@ -407,7 +411,7 @@ def main() -> None:
         save("ms", case, row)
         if left() < 5:
             break
-    for case, kinds in SWEEPS.items():
+    for case, kinds in SWEEPS.items() if S == SWEPT else ():
         for kind, candidates in kinds.items():
             row = {}
             for tiles in candidates:
