@@ -17,7 +17,7 @@ from ..common.console import is_main_process
 from ..common.files import CONFIG, DEFAULTS, METRICS, REPORT, refuse_if_held, write_atomically
 from ..patching.patcher import Patched
 from ..trainers.rows import RowFacts
-from .data.datasets import USERS_TOO, DataFacts
+from .data.datasets import PLAIN, USERS_TOO, DataFacts
 from .reports.tables import MetricRow, shown_rows
 from .samples import Completion, ModelFacts, comparison_table, print_completions
 
@@ -114,19 +114,18 @@ def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None
     if vocabulary:
         data.add_row("vocabulary", vocabulary)
     console.print(data)
-    if facts.learned.startswith(USERS_TOO):
-        console.print(
-            "What the user says is learned too. To learn only the answers: assistant_only_loss=true; where the chat "
-            "template does not mark them, with supervised_part=content.",
-            style="yellow",
-            highlight=False,
-        )
-    if "system" in facts.columns and "system" not in facts.columns_used:
-        console.print(
-            "The column system is not read: these rows are no chats, whose first message it would be.",
-            style="yellow",
-            highlight=False,
-        )
+    missed = {
+        "What the user says is learned too. To learn only the answers: assistant_only_loss=true; where the chat "
+        "template does not mark them, with supervised_part=content.": facts.learned.startswith(USERS_TOO),
+        "Prompts and completions are joined as they stand, without the chat template. For a model that chats, name the "
+        "columns instruction and output, or write messages.": facts.learned == PLAIN,
+        "Answers that say nothing teach the model to say nothing: look at them.": facts.empty_answers is not None,
+        "The column system is not read: these rows are no chats, whose first message it would be.": "system"
+        in facts.columns
+        and "system" not in facts.columns_used,
+    }
+    for told in (text for text, applies in missed.items() if applies):
+        console.print(told, style="yellow", highlight=False)
 
 
 def print_before(console: Console, rows: tuple[MetricRow, ...], before: Mapping[str, float]) -> None:

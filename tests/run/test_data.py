@@ -386,6 +386,19 @@ def test_a_thousand_wrong_lines_of_ten_kinds_are_located_or_skipped(tmp_path, mo
     assert not seen & {f"rows.jsonl:{place}" for place in named} and "rows.jsonl:11" in seen
 
 
+def test_answers_that_say_nothing_are_counted(load):
+    user = {"role": "user", "content": "a"}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    chats = [[user, {"role": "assistant", "content": answer}] for answer in ["b", "c", " ", "d", "", "e"] * 3]
+    rows = "".join(json.dumps({"messages": chat}) + "\n" for chat in [*chats, [user, call], [user, chats[0][1]]])
+    found = load("rows.jsonl", {"rows.jsonl": rows}, "holdout_fraction=0.05").facts.empty_answers
+    assert found is not None and re.fullmatch(r"6 rows: \S*rows.jsonl:3, 5, 9, 11, 15, 17", found)
+    human = [{"from": "human", "value": "a"}, {"from": "gpt", "value": ""}]
+    shared = "".join(json.dumps({"conversations": human}) + "\n" for _ in range(4))
+    assert (load("rows.jsonl", {"rows.jsonl": shared}).facts.empty_answers or "").startswith("4 rows: ")
+    assert load("rows.csv", {"rows.csv": "prompt,completion\na,b\nc,d\n"}).facts.empty_answers is None
+
+
 def test_columns_of_a_csv_file_that_are_no_columns_say_why(load):
     for header, row, hint in (
         ("prompt;completion", "a;b", "The columns are separated by ';'; in a .csv file expected commas."),

@@ -64,7 +64,7 @@ def seen(question: str, answer: str, kind: str) -> str:
         ("sharegpt.json", EACH, EACH), ("alpaca.json", "the completions", "the completions"),
         pytest.param("openai.jsonl", EACH, EACH, marks=pytest.mark.slow), ("chats.parquet", EACH, EACH),
         ("stream.arrow", EACH, EACH), pytest.param("feather.arrow", EACH, EACH, marks=pytest.mark.slow),
-        ("pairs.csv", "the completions", "pairs"),
+        ("pairs.csv", "the completions, after prompts of plain text", "pairs"),
         ("notes.txt", "every token", "every token"),
     ],
 )  # fmt: skip
@@ -75,8 +75,9 @@ def test_one_line_each(folder, monkeypatch, capsys, file, learned, kind):
     assert found is not None
     index = int(found[1]) - (not file.endswith((".json", ".csv", ".parquet", ".arrow")))
     assert " ".join(found[2].split()) == seen(*PAIRS[index], kind)
-    assert re.search(rf"│ learned +│ {learned} +│", out)
+    assert re.search(rf"│ learned +│ {learned} +│", out), out
     assert ("What the user says is learned too" in out) == (learned == EACH)
+    assert ("without the chat template" in out) == (kind == "pairs")
     out, _ = done(call(capsys, "run", "my.yaml", f"dataset_name={file}", f"output_dir=out-{file}"))
     assert metrics(folder / f"out-{file}")["data"]["learned"] == learned
 

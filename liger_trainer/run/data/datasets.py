@@ -23,6 +23,7 @@ from .row_checks import (
     BadRows,
     decoded,
     form_of,
+    has_empty_answer,
     hashable,
     image_column,
     image_problem,
@@ -43,6 +44,7 @@ OF_TRAINING = "weight_column"
 NAMING = ("teacher_column", "teacher_prompt_column", OF_TRAINING)
 EVERY = "every token"
 USERS_TOO = "every message, the user's too"
+PLAIN = "the completions, after prompts of plain text"
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class DataFacts:
     # for each kind of problem, how many rows have it and where they are
     rows_skipped_for: dict[str, str] = field(default_factory=dict)
     images: str | None = None  # the column with the images of a row
+    empty_answers: str | None = None  # how many rows have an answer that says nothing, and where
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> Run
         rows_skipped=len(bad),
         rows_skipped_for=bad.summary(),
         images=images,
+        empty_answers=bad.empty_answers(),
     )
     for rows in (train, test):
         rows.info.dataset_name = facts.name  # for messages, wherever the rows go
@@ -269,7 +273,8 @@ def _learned(config: "RunConfig", form: str, train: "Dataset") -> str:
         masked = {"labels", "completion_mask", "assistant_masks"} & set(train.column_names)
         return f"what {' and '.join(sorted(masked))} say" if masked else EVERY
     if form == "prompt-completion" and config["completion_only_loss"] is not False:
-        return "the completions"
+        plain = isinstance(train[0]["prompt"], str) and config["alpaca_prompt"] != "stanford_text"
+        return PLAIN if plain else "the completions"
     if form == "messages":
         return f"{USERS_TOO}{part}"
     return EVERY
@@ -304,4 +309,6 @@ def _good_rows(
         line = json.dumps(hashable(row), sort_keys=True, ensure_ascii=False, default=str).encode() + b"\n"
         digest.update(line)
         hashes[index] = hashlib.sha256(line).digest()
+        if has_empty_answer(row):
+            bad.silent.append(at(index))
     return hashes

@@ -172,6 +172,14 @@ CHAT_FORMS = ("messages", "conversations", "alpaca")
 SHOWN = 1000  # places of one kind in a message
 
 
+def _shown(places: Sequence[tuple[str, int]]) -> str:
+    parts = []
+    for file, group in groupby(sorted(places)[:SHOWN], lambda place: place[0]):
+        parts.append(file.format(_ranges([number for _, number in group])))
+    left = len(places) - SHOWN
+    return ", ".join(parts) + (f" and {left:,} more" if left > 0 else "")
+
+
 @dataclass
 class BadRows:
     """Wrong rows, with their places, by kind of problem: `bad_rows` says whether they are an error or left out."""
@@ -182,6 +190,7 @@ class BadRows:
     to_train: bool = True
     places: dict[str, list[tuple[str, int]]] = field(default_factory=dict)  # of each kind, file or split and number
     examples: dict[str, str] = field(default_factory=dict)
+    silent: list[tuple[str, int]] = field(default_factory=list)  # rows that are right, with an answer that says nothing
 
     def add(self, place: tuple[str, int], problem: str) -> None:
         """Note a wrong row. What came, after ", got" or " at character", does not make another kind."""
@@ -199,11 +208,11 @@ class BadRows:
 
     def where(self, kind: str) -> str:
         """Return the places of a kind: `rows.jsonl:3, 7-9, 12`."""
-        parts = []
-        for file, places in groupby(sorted(self.places[kind])[:SHOWN], lambda place: place[0]):
-            parts.append(file.format(_ranges([number for _, number in places])))
-        left = len(self.places[kind]) - SHOWN
-        return ", ".join(parts) + (f" and {left:,} more" if left > 0 else "")
+        return _shown(self.places[kind])
+
+    def empty_answers(self) -> str | None:
+        """Return how many rows have an answer that says nothing, and where they are; None without one."""
+        return f"{len(self.silent):,} rows: {_shown(self.silent)}" if self.silent else None
 
     def summary(self) -> dict[str, str]:
         """Return for each kind of problem how many rows have it, and where they are."""
@@ -258,6 +267,21 @@ def _forms(text: str, text_given: bool, prompts: bool) -> tuple[tuple[str, tuple
 def learned_answers(config: "RunConfig") -> str | None:
     """Return which answers of a chat are all that is learned: "all", "last", or None where more is learned."""
     return "last" if config["last_turn_only"] else "all" if config["assistant_only_loss"] else None
+
+
+def has_empty_answer(row: dict) -> bool:
+    """Return whether an answer in a chat says nothing and calls nothing: the model would learn to be silent there."""
+    chats = [row.get(name) for name in ("messages", "conversations", "completion")]
+    return any(
+        message.get("role", message.get("from")) in ("assistant", "gpt")
+        and not str(message.get("content", message.get("value")) or "").strip()
+        and not message.get("tool_calls")
+        and not message.get("function_call")
+        for chat in chats
+        if isinstance(chat, list)
+        for message in chat
+        if isinstance(message, dict)
+    )
 
 
 def row_problem(
