@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ def cp(
     # As cp does.
     path = path / Path(label).name if path.is_dir() else path
     write_new(path, text, force)
-    typer.echo(f"Copied to {path}; start it with: liger-trainer run {path}")
+    typer.echo(f"Copied to {path}; start it with: liger-trainer run {shlex.quote(str(path))}")
 
 
 # `new`: ask four questions and write a configuration. What flags answer is not asked.
@@ -195,12 +196,13 @@ def new(
         raise ConfigError(f"Nothing was written: the configuration of these answers is wrong. {error}") from None
     write_new(file, text, force)
     typer.echo(f"Wrote {file}. Next:")
+    typed = shlex.quote(str(file))
     for command, what in (
-        (f"liger-trainer preview {file}", "rows as the model will see them"),
-        (f"liger-trainer estimate {file} --gpu 24GB", "does it fit"),
-        (f"liger-trainer run {file}", "train"),
+        (f"liger-trainer preview {typed}", "rows as the model will see them"),
+        (f"liger-trainer estimate {typed} --gpu 24GB", "does it fit"),
+        (f"liger-trainer run {typed}", "train"),
     ):
-        typer.echo(f"  {command:<{len(str(file)) + 35}}  # {what}")
+        typer.echo(f"  {command:<{len(typed) + 35}}  # {what}")
 
 
 def _ask(flag: str, answer: str | None, question: str, default: str, choices: type[StrEnum] | None = None) -> str:
@@ -213,7 +215,8 @@ def _ask(flag: str, answer: str | None, question: str, default: str, choices: ty
         return answer
     # A script would wait for ever.
     if not sys.stdin.isatty():
-        raise ConfigError(f"--{flag} is missing, and there is no terminal to ask on.")
+        which = f" Choose from: {', '.join(choices)}." if choices else ""
+        raise ConfigError(f"--{flag} is missing, and there is no terminal to ask on.{which}")
     while True:
         given = str(typer.prompt(question, default=str(default))).strip()
         if choices is None or given in list(choices):
@@ -230,17 +233,21 @@ def configuration(file: Path, purpose: Purpose, model: str, teacher: str | None,
     large = billions(model) >= (LARGE_LORA if adapters else LARGE_FULL)
     # As in the built-in configurations of models of that size.
     rate = ("1e-4" if large else "2e-4") if adapters else ("1e-5" if large else "2e-5")
+    halved = distils and model == teacher  # else there would be nothing to learn
+    if halved:
+        what, rate = f"Distil {model} into half of its layers", "5e-4" if adapters else "1e-4"
     max_length = positions_of(model, 2048 if distils else 4096)
     pace = pace_of(data, max_length)
     # By hand, since a YAML writer drops comments.
     lines = [
         f"# {what}: {METHODS[method]}",
-        f"# How much memory it needs: liger-trainer estimate {file} --gpu NAME",
-        f"# liger-trainer run {file}",
+        f"# How much memory it needs: liger-trainer estimate {shlex.quote(str(file))} --gpu NAME",
+        f"# liger-trainer run {shlex.quote(str(file))}",
         f"recipe: {purpose}",
         "",
         f"model_name_or_path: {inline(model)}",
         *([f"teacher_model_name_or_path: {inline(teacher or '')}"] if distils else []),
+        *(["keep_every_nth_layer: 2   # the student; whole, it would be its teacher already"] if halved else []),
         *(_ADAPTERS if adapters else ()),
         *(["load_in_4bit: true   # takes bitsandbytes"] if method is Method.qlora else []),
         "",

@@ -19,10 +19,18 @@ BEFORE = "measured_before.json"  # in a checkpoint of a run: its measurement bef
 DEFAULTS = "# Defaults in effect:"  # a line of the config.yaml that a run writes
 
 
-_ENDINGS = (
-    ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".gz", ".parquet", ".arrow",
-    ".jinja", ".gguf", ".safetensors",
-)  # fmt: skip
+PACKED = ".gz"
+LINES = (".jsonl", ".ndjson")
+TEXT_SUFFIXES = (".json", *LINES, ".csv", ".tsv", ".txt")  # which may be packed
+SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow")
+EXPECTED = f"a file ending in {', '.join(SUFFIXES)}, or, but for the last two, in {PACKED} after that"
+_ENDINGS = (*SUFFIXES, PACKED, ".jinja", ".gguf", ".safetensors")
+
+
+def kind_of_file(path: Path) -> str:
+    """Return how a file's name ends, in small letters: `.jsonl` for rows.jsonl and rows.JSONL.gz."""
+    inner = Path(path.stem).suffix.lower()
+    return inner if path.suffix.lower() == PACKED and inner in TEXT_SUFFIXES else path.suffix.lower()
 
 
 def is_path(name: str) -> bool:

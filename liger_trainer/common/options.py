@@ -160,9 +160,16 @@ def _inside_mapping(value: dict, rule: Rule, path: tuple) -> Iterator[tuple[tupl
 
 
 def did_you_mean(word: Any, options: Iterable[str]) -> str:
-    """Return ` Did you mean ...?` with the option nearest to `word`, or an empty text."""
-    close = difflib.get_close_matches(word, list(options), n=1) if isinstance(word, str) else []
-    return f" Did you mean {close[0]}?" if close else ""
+    """Return ` Did you mean ...?` with the option nearest to `word`, or those that begin nearly so, or no text."""
+    options = list(options)
+    if not isinstance(word, str):
+        return ""
+    close = difflib.get_close_matches(word, options, n=1, cutoff=0.75)
+    if not close and len(word) >= 4:  # the beginning of a longer name
+        begins = difflib.get_close_matches(word, {option[: len(word)] for option in options}, n=1, cutoff=0.75)
+        close = [option for option in options if begins and option.startswith(begins[0])][:3]
+    close = close or difflib.get_close_matches(word, options, n=1)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 NOTHING = (None, False, 0, "", [], {})

@@ -13,8 +13,10 @@ from typing import Any
 
 import yaml
 
-from ..common.files import is_path
+from .. import plugins
+from ..common.files import EXPECTED, SUFFIXES, is_path, kind_of_file
 from ..common.options import OptionValues, complaints, did_you_mean, read
+from ..errors import ConfigError
 from ..kernels.divergence_kinds import REMOVED as REMOVED_KINDS
 from ..losses.plan import FIELDS, plan_of, without_effect
 from ..secrets import SECRET
@@ -265,12 +267,19 @@ _ALLOWED = re.compile(
 def missing_paths(settings: Mapping[str, Setting]) -> Iterator[Finding]:
     """Yield the settings that name a file or folder which is not there, or an adapter where a whole model is needed.
 
-    What may be a hub id is not looked for."""
+    Demos and the endings of files with rows are looked at too. What may be a hub id is not looked for."""
     for key, setting in settings.items():
         for path, value in _names(key, setting.value):
             found = Path(value).expanduser()
-            if is_path(value) and not found.exists():
+            if value.startswith(plugins.DEMO):
+                try:
+                    _demo_of(key, value)
+                except ConfigError as error:
+                    yield Finding(setting.place(path), key, str(error))
+            elif is_path(value) and not found.exists():
                 yield Finding(setting.place(path), key, f"no such file or folder: {value}")
+            elif key == "dataset_name" and found.is_file() and kind_of_file(found) not in SUFFIXES:
+                yield Finding(setting.place(path), key, f"{found.name}: expected {EXPECTED}.")
             elif (
                 key == "model_name_or_path"
                 and (found / "adapter_config.json").is_file()
@@ -278,6 +287,11 @@ def missing_paths(settings: Mapping[str, Setting]) -> Iterator[Finding]:
             ):
                 advice = f"merge it first: {shlex.join(['liger-trainer', 'merge', value, 'MERGED'])}"
                 yield Finding(setting.place(path), key, f"{value} is an adapter, no whole model; {advice}.")
+
+
+def _demo_of(key: str, name: str) -> None:
+    demos = plugins.load(plugins.DEMO)
+    demos.demo_key(name, demos.DEMO_DATASETS if key == "dataset_name" else demos.DEMO_MODELS)
 
 
 def _names(key: str, value: Any) -> Iterator[tuple[tuple, str]]:

@@ -6,6 +6,7 @@ written with; where others are installed, `schema_writer.installed_schema` reads
 price of importing them.
 """
 
+import difflib
 import importlib.resources
 import json
 import re
@@ -160,16 +161,18 @@ def find_config(name: str) -> tuple[str, str]:
     wanted = name.removesuffix(".yaml").removesuffix(".yml")
     if wanted in known:
         return known[wanted].read_text(encoding="utf-8"), f"{wanted}.yaml"
+    if path.is_dir():
+        raise ConfigError(f"{name}: expected a file or a built-in configuration, got a folder.")
     hint = _meant(path, wanted, known) or " `liger-trainer ls` lists the built-in ones."
     raise ConfigError(f"{name}: neither a file nor a built-in configuration.{hint}")
 
 
 def _meant(path: Path, wanted: str, known: Iterable[str]) -> str:
     """Say which file in the folder, or which built-in configuration, has nearly that name."""
-    here = {str(file): file.name for file in path.parent.glob("*.y*ml")} if path.parent.is_dir() else {}
-    local = did_you_mean(path.name, here.values()) or did_you_mean(f"{path.name}.yaml", here.values())
-    if local:
-        return local if path.parent == Path() else local.replace("mean ", f"mean {path.parent}/")
+    here = {file.stem: file for file in sorted(path.parent.glob("*.y*ml"))} if path.parent.is_dir() else {}
+    stem = path.name.removesuffix(".yaml").removesuffix(".yml")
+    if close := difflib.get_close_matches(stem, here, n=1, cutoff=0.7):
+        return f" Did you mean {here[close[0]]}?"
     wanted = Path(wanted).as_posix()  # without the ./ that a shell's completion may add
     # `qwen3/sft_lora` is all of a name but the size.
     of_sizes = [name for name in known if name.startswith(f"{wanted}_")]

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, TextStreamer
 
 from ..common.checkpoints import checkpoints_in
 from ..common.console import visible
-from ..common.files import CONFIG, METRICS
+from ..common.files import CONFIG
 from ..common.weights import ADAPTER, adapter_at, auto_class, load_whole, with_adapter
 from ..config.run_config import RunConfig, load_run_config
 from ..errors import ConfigError
@@ -172,8 +172,9 @@ def open_chat(target: str, manner: Manner, device: str | None, trust: bool = Fal
     if path.is_dir() and not any((path / name).is_file() for name in ("config.json", ADAPTER)):
         saved = checkpoints_in(path)
         hint = f" There is one in {saved[-1]}." if saved else ""
-        unfinished = "" if (path / METRICS).is_file() else " The run has not finished."
-        raise ConfigError(f"{target} holds no model.{unfinished}{hint}")
+        expected = "Expected a model, a finished run or one of its checkpoints."
+        state = "The run has not finished." if settings or saved else expected
+        raise ConfigError(f"{target} holds no model. {state}{hint}")
     name = target if config is None else "student" if config.recipe == "distill" else "model"
     student = _load(name, str(path) if path.is_dir() else target, place, trust)
     return Chat(student, lambda: _teacher(config, target, student, place, trust), manner)

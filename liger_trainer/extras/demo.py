@@ -80,6 +80,13 @@ def resolve_model(name_or_path: str) -> str:
     return name_or_path if key is None else str(demo_model_dir(key))
 
 
+def model_at_hand(name: str) -> str:
+    """Return the model directory of a demo name if it has been built, else the name."""
+    key = demo_key(name)
+    target = default_cache_dir() / (key or "")
+    return str(target) if key and _is_complete(target, DEMO_MODELS[key]) else name
+
+
 def demo_model_dir(name: str = "smollm2-135m-instruct", *, cache_dir: str | Path | None = None) -> Path:
     """Return a model directory of transformers: fp32 safetensors, configuration, tokenizer, chat template.
 

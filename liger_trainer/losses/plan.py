@@ -390,6 +390,10 @@ def _parsed(name: str, value: Any) -> Any:
     """Parse a mapping or list that came as JSON text, as it does from TRL's command line."""
     if name not in ("losses", "schedules", "taid") or not isinstance(value, str):
         return value
+    if name == "losses" and not value.lstrip().startswith("["):
+        example = value if value in LOSS_TYPES else "forward_kl"
+        hint = did_you_mean(value, LOSS_TYPES) if value not in LOSS_TYPES else ""
+        raise ValueError(f"losses: expected a list such as [{{type: {example}}}], got {value!r}.{hint}")
     try:
         return json.loads(value)
     except json.JSONDecodeError as error:

@@ -244,7 +244,8 @@ _MODULES = "lora_target_modules", "lora_modules_to_save"
 def config_at_hand(config: "RunConfig") -> PreTrainedConfig | None:
     """Return the configuration of `model_name_or_path` if it is on this machine, else None."""
     try:
-        path = os.path.expanduser(config["model_name_or_path"])
+        name = config["model_name_or_path"]
+        path = plugins.load(DEMO).model_at_hand(name) if name.startswith(DEMO) else os.path.expanduser(name)
         return AutoConfig.from_pretrained(path, revision=config["model_revision"] or "main", local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError):  # what is wrong with it is said where it is needed
         return None

@@ -90,11 +90,30 @@ def test_a_folder_of_rows_is_counted_whole(new):
     [
         ("./not-there", "trl-lib/Capybara", "model_name_or_path: no such"),
         ("a/b", "none.jsonl", "dataset_name: no such"),
+        ("demo:smollm", "a/b", "model_name_or_path: No demo is called 'demo:smollm'. Choose from: demo:smollm2-135m"),
+        ("a/b", "demo:python", "dataset_name: No demo is called 'demo:python'. Choose from: demo:python_docstrings"),
+        ("a/b", "rows.py", "dataset_name: rows.py: expected a file ending in .json, "),
     ],
 )
 def test_files_that_are_not_there_are_refused(new, model, data, said):
+    Path("rows.py").touch()
     error = refused(new("--purpose", "sft", "--model", model, "--method", "lora", "--data", data), 2, said)
     assert "Nothing was written" in error and not Path("my.yaml").exists()
+
+
+def test_commands_of_a_path_with_spaces_can_be_pasted(new):
+    out, _ = done(new("my runs #1/a b.yaml", "--purpose", "sft", "--model", "a/b", "--method", "lora", "--data", "c/d"))
+    for text in (out, Path("my runs #1/a b.yaml").read_text()):
+        assert "liger-trainer run 'my runs #1/a b.yaml'" in text
+
+
+def test_a_model_that_teaches_itself_teaches_half_of_its_layers(new):
+    """Whole, the student would be its teacher from the first step on."""
+    done(new("--purpose", "distill", "--model", "a/b", "--teacher", "a/b", "--data", "c/d"))
+    config = load_run_config("my.yaml")
+    assert (config["keep_every_nth_layer"], config["learning_rate"]) == (2, 1e-4)
+    done(new("other.yaml", "--purpose", "distill", "--model", "a/b", "--teacher", "a/c", "--data", "c/d"))
+    assert load_run_config("other.yaml")["keep_every_nth_layer"] is None
 
 
 @pytest.mark.parametrize("place", ["", "text_config"])

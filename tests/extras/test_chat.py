@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
     (folder / "adapter" / "config.yaml").write_text(
         "model_name_or_path: base\nteacher: self\nuse_peft: true\nrecipe: distill\ndataset_name: rows.jsonl\n"
     )
-    (folder / "killed").mkdir()
+    (folder / "killed" / "checkpoint-2").mkdir(parents=True)
     return folder
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import plugins
+from ...common.files import EXPECTED, LINES, PACKED, SUFFIXES, kind_of_file
 from ...errors import ConfigError, DataError
 from ...plugins import DEMO, TASK
 from ...trainers.chat_rows import JsonAsWritten, encoded, other_separator
@@ -252,11 +253,6 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
 
 
-PACKED = ".gz"
-LINES = (".jsonl", ".ndjson")
-TEXT_SUFFIXES = (".json", *LINES, ".csv", ".tsv", ".txt")  # which may be packed
-SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow")
-EXPECTED = f"a file ending in {', '.join(SUFFIXES)}, or, but for the last two, in {PACKED} after that"
 # Columns of a CSV file that are text whatever their cells look like: "42", "NA" and "null" are answers too.
 _TEXTS = ("prompt", "completion", "instruction", "input", "output", "system")
 _FILE_OF_ARROW = b"ARROW1"  # how an IPC file (Feather) begins; `save_to_disk` writes IPC streams
@@ -275,12 +271,6 @@ class LoadedDataset:
     licence: str | None = None
     held_out: str | None = None
     blank_lines: int = 0
-
-
-def kind_of_file(path: Path) -> str:
-    """Return how a file's name ends, in small letters: `.jsonl` for rows.jsonl and rows.JSONL.gz."""
-    inner = Path(path.stem).suffix.lower()
-    return inner if path.suffix.lower() == PACKED and inner in TEXT_SUFFIXES else path.suffix.lower()
 
 
 def load_source(config: "RunConfig", bad: BadRows) -> LoadedDataset:

@@ -71,6 +71,8 @@ def gpu_named(name: str) -> Gpu:
         ConfigError: no GPU has them, or several GPUs of different memory.
     """
     size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gb|gib|g)\s*", name, re.I)
+    if size and float(size[1]) <= 0:
+        raise ConfigError(f"--gpu: expected a size above 0, got {name!r}.")
     if size:
         return Gpu(f"{size[1]} GB", int(float(size[1]) * 1024))
     spaced = re.sub(r"(\d)\s+(gb|gib)\b", r"\1\2", re.sub(r"[-_]", " ", name.lower())).replace("gib", "gb")
@@ -78,7 +80,10 @@ def gpu_named(name: str) -> Gpu:
     matches = [gpu for gpu in GPUS if words and _is_called(gpu, words)]
     if not matches:
         names = [gpu.name for gpu in GPUS]
-        close = difflib.get_close_matches(name, names, 3, 0.4)
+        # By name alone: another card of the same memory is not what was meant.
+        bare = {re.sub(r"\s+\d+GB$", "", each).lower(): each for each in names}
+        asked = re.sub(r"\s*\d+gb$", "", " ".join(words))
+        close = [bare[each] for each in difflib.get_close_matches(asked, bare, 1, 0.8)]
         hint = f"Did you mean {', '.join(close)}?" if close else f"There are {', '.join(names)}."
         raise ConfigError(f"--gpu: no GPU is called {name!r}. {hint} Or give its memory: --gpu 24GB.")
     # Several of one memory are as good as one.
