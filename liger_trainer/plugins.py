@@ -18,6 +18,7 @@ PLUGINS = {
     "teacher_prompt": "privileged",
     "vocab_parallel": "vocab_parallel.heads",
     "qat": "qat",
+    "mtp": "mtp",
     DEMO: "demo",
     TASK: "tasks",
     "lm_eval": "lm_harness",
@@ -27,12 +28,14 @@ PLUGINS = {
 
 # Attributes that extras leave on modules. A trainer without the setting has to see what an earlier one has done.
 QUANTISED = "liger_trainer_quantised_weights"  # on a model: what holds the weights behind its quantised ones
+MTP = "mtp"  # on a model: its head for multi-token prediction, by the name that files have
 KEEPS_ROWS = "_liger_keeps_rows_sharded"  # on an output head: whether its rows stay on their ranks
 
 # of the trainers' extras: setting, its values that ask for nothing, mark, name in PLUGINS. In the order in which they
 # take a trainer that is made: quantised weights come last, since nothing may copy them then.
 _OF_TRAINERS = (
     ("vocab_parallel", (None, "never"), KEEPS_ROWS, "vocab_parallel_trainer"),
+    ("mtp_loss_weight", (None, 0), MTP, "mtp"),
     ("qat", (None,), QUANTISED, "qat"),
 )
 
@@ -54,8 +57,15 @@ class TrainerPlugin:
     def before_model(self, model: Any) -> None:
         """Get a model ready for a new trainer, if an earlier one has changed it."""
 
+    def before_patch(self, trainer: Any) -> None:
+        """Add to a trainer's model, before its layers are patched."""
+
     def after_init(self, trainer: Any) -> None:
         """Do its part for a trainer that is made, at the end of `__init__`."""
+
+    def of_batch(self, trainer: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return what the model's forward gets besides a batch."""
+        return {}
 
     def check(self, trainer: Any) -> None:
         """Raise ConfigError where a training or an evaluation, which is about to begin, would be wrong."""

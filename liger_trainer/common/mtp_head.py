@@ -3,7 +3,8 @@
 Qwen3.5, DeepSeek-V3, GLM-4.5 and others have layers that predict a further token, with which servers draft. The classes
 of transformers skip them (`_keys_to_ignore_on_load_unexpected`), so a model that was loaded and saved has lost them.
 Here a saved model gets them back, byte by byte, from the files that it was loaded from. Its own files stay as they are:
-an index names them and one more. Servers read by the index; transformers reads a single file without it.
+an index names them and one more. Servers read by the index; transformers reads a single file without it. A head that
+is trained is part of the model, and saved with it (extras/mtp.py).
 
 Source    Gloeckle et al. 2024, arXiv:2404.19737; DeepSeek-V3, arXiv:2412.19437
 """
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..compat.models import name_or_path
+from ..plugins import MTP
 from .files import is_path, write_atomically
 
 ONE_FILE, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-mtp.safetensors"
@@ -29,17 +31,16 @@ def keep_mtp_head(model: nn.Module | None, folder: Path) -> str | None:
     """Add the tensors that were not loaded into `model` to the files of the whole model in `folder`.
 
     Returns:
-        What there is to say, also where the head cannot be read or written; None if there is none, or the files in
-        `folder` are an adapter's.
+        What there is to say, also where the head cannot be read or written; None if there is none, the model has it,
+        as one that trains it does, or the files in `folder` are an adapter's.
     """
-    patterns = [p for p in getattr(type(model), "_keys_to_ignore_on_load_unexpected", None) or () if _is_of_head(p)]
     config: Any = getattr(model, "config", None)
-    if not patterns or not name_or_path(config):
+    if not _patterns(model) or not name_or_path(config) or isinstance(getattr(model, MTP, None), nn.Module):
         return None
     head = f"The head for multi-token prediction in {name_or_path(config)}"
     try:
         saved = _weights_in(folder, ONE_FILE, INDEX)
-        tensors = _head(config, folder, patterns) if saved else {}
+        tensors = head_in_files(model, folder) if saved else {}
         if not tensors:
             return None
         save_file(tensors, folder / SHARD, metadata={"format": "pt"})
@@ -51,17 +52,20 @@ def keep_mtp_head(model: nn.Module | None, folder: Path) -> str | None:
     return f"{head} is kept as it was ({len(tensors)} tensors): untrained, so fewer of its drafts may be accepted."
 
 
-def _head(config: Any, folder: Path, patterns: list[str]) -> dict[str, Tensor]:
-    """Return the head's tensors in the files that a model was loaded from, if there are any.
+def head_in_files(model: Any, other_than: Path | None = None) -> dict[str, Tensor]:
+    """Return the head's tensors in the files that a model was loaded from, if there are any in another folder.
 
     Raises:
         OSError, ValueError, KeyError, SafetensorError: the files cannot be read.
         ValueError: they are not found; they are quantised; the model is of another size now.
     """
+    config, patterns = model.config, _patterns(model)
+    if not patterns:
+        return {}
     source = _folder_of(name_or_path(config), getattr(config, "_commit_hash", None))
     if source is None:
         raise ValueError("if there is one; its files are not found.")
-    if source.resolve() == folder.resolve():
+    if other_than is not None and source.resolve() == other_than.resolve():
         return {}
     stored = json.loads((source / "config.json").read_text(encoding="utf-8"))
     depth = (stored.get("text_config") or stored).get("num_hidden_layers", 0)
@@ -81,9 +85,10 @@ def _head(config: Any, folder: Path, patterns: list[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def _is_of_head(pattern: str) -> bool:
-    """Whether it may be a pattern of such heads: others are of towers that a model of text leaves out."""
-    return "mtp" in pattern or "layers" in pattern
+def _patterns(model: Any) -> list[str]:
+    """Return what the names of such heads may match. Others are of towers that a model of text leaves out."""
+    ignored = getattr(type(model), "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [pattern for pattern in ignored if "mtp" in pattern or "layers" in pattern]
 
 
 def _layer_of(key: str) -> int:

@@ -27,7 +27,9 @@ from ..trainers.options import (
     ELSEWHERE,
     FOLLOW_EVALUATIONS,
     QAT,
+    TRAINS_HEAD,
     ImagesConfig,
+    MtpConfig,
     NonFiniteConfig,
     QatConfig,
     RowsConfig,
@@ -227,6 +229,10 @@ _OF_TRL = (
         "adapters leave the base as it is; train them on packed weights with load_in_4bit, or leave use_peft out."),
     Conflict("qat", QAT & SHARDED,
         "does not go with FSDP or DeepSpeed, which shard weights; use ddp."),
+    Conflict("mtp_loss_weight", TRAINS_HEAD & on("use_peft"),
+        "adapters' files do not hold the head; leave one of them out."),
+    Conflict("mtp_loss_weight", TRAINS_HEAD & SHARDED,
+        "does not go with FSDP or DeepSpeed, which shard the model's parts; use ddp."),
     *(Conflict(key, on(key) & equals("accelerate_config", CHOSEN),
         "names the engine already, which `accelerate_config: auto` would choose; give only one of them.")
         for key in ("fsdp", "deepspeed")),
@@ -302,7 +308,7 @@ _OF_A_FILE = (
         "and name its directory."),
 )  # fmt: skip
 _DECLARED = (
-    RunOptions, ImagesConfig, LossConfig, NonFiniteConfig, QatConfig, RowsConfig, SamplingConfig, StepConfig,
+    RunOptions, ImagesConfig, LossConfig, MtpConfig, NonFiniteConfig, QatConfig, RowsConfig, SamplingConfig, StepConfig,
     TeacherConfig,
 )  # fmt: skip
 # Conflicts with `init-student`; a run may have what they are about.

@@ -147,7 +147,7 @@ class RunConfig:
         else:
             from ..trainers.config import LigerConfig as training_class
         elsewhere = ("model_init_kwargs", "resume_from_checkpoint")
-        sections = ("rows", "images", "step", "qat", "non_finite", "training", "distillation", "sampling")
+        sections = ("rows", "images", "step", "qat", "mtp", "non_finite", "training", "distillation", "sampling")
         # Commands ask the machine themselves; this is for who makes the arguments directly.
         args = self.on_this_machine()._build(training_class, sections, elsewhere)
         if self.recipe != "sft":

@@ -31,6 +31,7 @@ SECTIONS = {
     "images": "rows with images, and models that read them",
     "step": "how a step is computed",
     "qat": "weights that will be used quantised",
+    "mtp": "the head for multi-token prediction",
     "non_finite": "numbers that are not finite",
     "training": "TRL's SFTConfig and transformers' TrainingArguments",
     "distillation": "LigerDistillConfig",

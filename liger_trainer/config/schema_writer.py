@@ -21,13 +21,21 @@ from ..losses.plan import entry_rule
 from ..losses.schedules import SCHEDULES, TAID
 from ..teachers.config import DTYPES, ENTRY_KEYS
 from ..trainers.config import LigerDistillConfig
-from ..trainers.options import ImagesConfig, NonFiniteConfig, QatConfig, RowsConfig, SamplingConfig, StepConfig
+from ..trainers.options import (
+    ImagesConfig,
+    MtpConfig,
+    NonFiniteConfig,
+    QatConfig,
+    RowsConfig,
+    SamplingConfig,
+    StepConfig,
+)
 from .conflicts import CONFLICTS, GONE
 from .run_options import LaunchOptions, RunOptions
 from .schema import FILE, SECTIONS, Schema, from_json, installed_versions, shipped_schema
 
 # their descriptions are ours to ship
-OWN = ("run", "launch", "rows", "images", "step", "qat", "non_finite", "distillation", "sampling")
+OWN = ("run", "launch", "rows", "images", "step", "qat", "mtp", "non_finite", "distillation", "sampling")
 # Limits of keys that are TRL's and transformers': their dataclasses declare none.
 _AT_LEAST_ONE = (
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length lora_r lora_alpha "
@@ -127,8 +135,8 @@ def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
     classes = {
         "run": RunOptions, "launch": LaunchOptions, "model": ModelConfig, "dataset": ScriptArguments,
         "mixture": DatasetMixtureConfig, "rows": RowsConfig, "images": ImagesConfig, "step": StepConfig,
-        "qat": QatConfig, "non_finite": NonFiniteConfig, "training": SFTConfig, "distillation": LigerDistillConfig,
-        "sampling": SamplingConfig,
+        "qat": QatConfig, "mtp": MtpConfig, "non_finite": NonFiniteConfig, "training": SFTConfig,
+        "distillation": LigerDistillConfig, "sampling": SamplingConfig,
     }  # fmt: skip
     # Not every TRL has it at this place.
     if hasattr(trl, "DistillationConfig"):

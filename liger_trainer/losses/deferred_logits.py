@@ -172,6 +172,10 @@ class DeferredLogits:
         """Return another tensor of logits."""
         return dataclasses.replace(self, memory=_Memory(None), base=None, views=(), **changes)
 
+    def of_states(self, hidden: Tensor) -> Self:
+        """Return the logits of other hidden states, by the same head without gradient."""
+        return self._with(hidden=hidden, head=self.head.detached())
+
     def _viewed(self, hidden: Tensor, name: str, *args: Any) -> Self:
         """Return a view of these logits: `hidden` under the same view."""
         self.memory.is_viewed = True

@@ -112,8 +112,8 @@ class FusedLoss:
         self, model: Any, *args, labels: Tensor | None = None, shift_labels: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None, num_processes: int = 1,
         teacher_logits: Logits | TeacherAnswer | None = None, hidden_pass: HiddenPass | None = None,
-        token_weights: TokenWeights | None = None, fused_lm_head: bool = False, skip_logits: bool | None = None,
-        **kwargs,
+        mtp_pass: Any = None, token_weights: TokenWeights | None = None, fused_lm_head: bool = False,
+        skip_logits: bool | None = None, **kwargs,
     ):  # fmt: skip
         """Run `model` with this loss in place of the model's. A subclass may add to what it takes."""
         # the callable, so that this call adds no frame between model and loss
@@ -127,10 +127,11 @@ class FusedLoss:
         if (head := sharded_head(output_module(model))) is not None:
             head.start_counting_rows(targets.rows)
         options = self.options if model.training or self.eval_options is None else self.eval_options
-        loss = LossOfOneForward(type(model).__name__, targets, options, teacher_logits, hidden_pass)
+        loss = LossOfOneForward(type(model).__name__, targets, options, teacher_logits, hidden_pass, mtp_pass)
         kwargs.update(self._loss_arguments(labels, shift_labels, num_items_in_batch))
         recording = contextlib.nullcontext() if hidden_pass is None else hidden_pass.recording()
-        with _as_loss_function(model, loss), recording, deferred_logits(model) as deferred:
+        noting = contextlib.nullcontext() if mtp_pass is None else mtp_pass.recording(targets)
+        with _as_loss_function(model, loss), recording, noting, deferred_logits(model) as deferred:
             outputs = forward_without_loss(*args, **kwargs)
         if deferred.why_not_deferred is not None:
             _report_stored_logits(type(model).__name__, deferred.why_not_deferred)
@@ -185,9 +186,10 @@ class LossOfOneForward:
 
     def __init__(
         self, model_name: str, targets: BatchTargets, options: LossOptions, teacher: Logits | TeacherAnswer | None,
-        hidden: HiddenPass | None = None,
+        hidden: HiddenPass | None = None, mtp: Any = None,
     ):  # fmt: skip
-        self._model_name, self._targets, self._options, self._hidden = model_name, targets, options, hidden
+        self._model_name, self._targets, self._options = model_name, targets, options
+        self._hidden, self._mtp = hidden, mtp
         self._answer = None if teacher is None else as_teacher_answer(teacher).for_targets(targets)
         self._calls: list[LossCall] = []
         self._checkpoints, self._is_checkpointed = Checkpoints(), False
@@ -213,6 +215,8 @@ class LossOfOneForward:
         if self._hidden is not None and self._answer is not None:
             how = self._options.for_teacher()
             result = self._hidden.added_to(result, targets, how, self._answer.teacher_positions)
+        if self._mtp is not None:
+            result = self._mtp.added_to(result, logits)
         value = result.loss.clone()  # mixtures of experts add their auxiliary loss in place
         self._calls.append(LossCall(result, targets, value))
         return value
@@ -220,13 +224,13 @@ class LossOfOneForward:
     def _check_plain(self, num_items: Any) -> None:
         """Raise ConfigError unless the loss is the one that the backward of a checkpoint will find in its place."""
         self._is_checkpointed = True
-        asked = self._answer is not None or self._hidden is not None or self._targets.weights is not None
+        asked = any(x is not None for x in (self._answer, self._hidden, self._mtp, self._targets.weights))
         undivided = num_items is None and self._targets.num_items is not None
         if asked or undivided or replace(self._options, distillation=None) != LossOptions():
             raise ConfigError(
                 f"{self._model_name} computes its loss inside of a checkpoint, which computes it again in the backward "
-                "as the plain cross-entropy. A teacher, weights, label smoothing, DFT or a divisor that the model does "
-                "not hand on cannot be part of it: take the checkpoint off the loss."
+                "as the plain cross-entropy. A teacher, another head, weights, label smoothing, DFT or a divisor that "
+                "the model does not hand on cannot be part of it: take the checkpoint off the loss."
             )
 
     def _matching_targets(self, made: BatchTargets, logits: Logits) -> BatchTargets:

@@ -184,7 +184,8 @@ class CheckpointGuard:
             return False
         model: Any = self._trainer.model
         loaded = load_whole(type(model).from_pretrained, str(self._loads_from), dtype=model.dtype)
-        model.load_state_dict(loaded.state_dict())
+        # a head that was added to the model has its own names in files, and is loaded
+        model.load_state_dict({**model.state_dict(), **loaded.state_dict()})
         return True
 
     def _prompt_encoder(self) -> nn.Module | None:

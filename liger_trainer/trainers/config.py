@@ -19,6 +19,7 @@ from .options import (
     ALLOW_MISSING_WEIGHTS,
     ELSEWHERE,
     ImagesConfig,
+    MtpConfig,
     NonFiniteConfig,
     QatConfig,
     RowsConfig,
@@ -35,7 +36,7 @@ def choose_bf16(args: Any) -> None:
 
 
 @dataclass
-class LigerConfig(RowsConfig, ImagesConfig, StepConfig, QatConfig, NonFiniteConfig, SFTConfig):
+class LigerConfig(RowsConfig, ImagesConfig, StepConfig, QatConfig, MtpConfig, NonFiniteConfig, SFTConfig):
     """Configuration of `LigerTrainer`, which takes TRL's SFTConfig too.
 
     Where `bf16` is not set, the device decides (`choose_bf16`); SFTConfig's default is an error on a CPU. Where
@@ -46,6 +47,7 @@ class LigerConfig(RowsConfig, ImagesConfig, StepConfig, QatConfig, NonFiniteConf
         learn_image_tokens, freeze_vision_tower: of rows with images and models that read them; see `ImagesConfig`.
         attention, cuda_graphs, memory, vocab_parallel: how a step is computed; see `StepConfig`.
         qat, qat_group_size: weights that will be used quantised; see `QatConfig`.
+        mtp_loss_weight: the head for multi-token prediction is trained too; see `MtpConfig`.
         on_non_finite: what is done about numbers in training that are NaN or infinite; see `NonFiniteConfig`.
 
     Raises:
@@ -58,14 +60,14 @@ class LigerConfig(RowsConfig, ImagesConfig, StepConfig, QatConfig, NonFiniteConf
         choose_direction(self)
         use_new_names(self)
         super().__post_init__()
-        check_options(self, RowsConfig, ImagesConfig, StepConfig, QatConfig, NonFiniteConfig)
+        check_options(self, RowsConfig, ImagesConfig, StepConfig, QatConfig, MtpConfig, NonFiniteConfig)
 
 
 @takes_json("teacher_model_init_kwargs", "generation_kwargs", "schedules", "taid")
 @dataclass
 class LigerDistillConfig(
-    RowsConfig, ImagesConfig, TeacherConfig, LossConfig, SamplingConfig, StepConfig, QatConfig, NonFiniteConfig,
-    SFTConfig,
+    RowsConfig, ImagesConfig, TeacherConfig, LossConfig, SamplingConfig, StepConfig, QatConfig, MtpConfig,
+    NonFiniteConfig, SFTConfig,
 ):  # fmt: skip
     """Configuration of `LigerDistillTrainer`.
 
@@ -79,6 +81,7 @@ class LigerDistillConfig(
         lmbda, seq_kd, ...: completions that are sampled in training; see `SamplingConfig`.
         attention, cuda_graphs, memory, vocab_parallel: how a step is computed; see `StepConfig`.
         qat, qat_group_size: weights that will be used quantised; see `QatConfig`.
+        mtp_loss_weight: the head for multi-token prediction is trained too; see `MtpConfig`.
         allow_missing_weights: load a teacher, or a student that is given by name, from files that lack weights of the
             model or have others; what is missing is drawn at random.
         disable_dropout: switch the student's dropout off.
@@ -105,8 +108,8 @@ class LigerDistillConfig(
                 raise ValueError(f"losses: expected a list, or JSON text of one, got {self.losses!r}.") from None
         plan = self.loss_plan()
         check_options(
-            self, ImagesConfig, LossConfig, NonFiniteConfig, QatConfig, RowsConfig, SamplingConfig, StepConfig,
-            TeacherConfig,
+            self, ImagesConfig, LossConfig, MtpConfig, NonFiniteConfig, QatConfig, RowsConfig, SamplingConfig,
+            StepConfig, TeacherConfig,
         )  # fmt: skip
         self.check_teachers()
         given = {item.name for item in fields(self) if getattr(self, item.name) != item.default}

@@ -27,8 +27,8 @@ from .host import TrainerHost
 class TokenMetrics:
     """Sums over tokens between two logs. Perplexities are averaged as log-probabilities and exponentiated last.
 
-    `x/share` is the share of tokens of a kind x. The other `x/...` are then means over the tokens of that kind, and are
-    left out where there were none.
+    `x/share`, or `x_share`, is the share of tokens of a kind x. The other `x/...`, or `x_...`, are then means over the
+    tokens of that kind, and are left out where there were none.
     """
 
     def __init__(self):
@@ -59,10 +59,11 @@ class TokenMetrics:
 
 def _of_kinds(means: dict[str, float]) -> dict[str, float]:
     """Turn means over all tokens into means over the tokens of each kind that has a share."""
-    shares = {name.removesuffix("share"): share for name, share in means.items() if name.endswith("/share")}
+    shares = {name.removesuffix("share"): share for name, share in means.items() if name.endswith(("/share", "_share"))}
     result = {}
     for name, mean in means.items():
-        share = 1.0 if name.endswith("/share") else shares.get(f"{name.rpartition('/')[0]}/", 1.0)
+        kind = name[: name.rfind("/" if "/" in name else "_") + 1]
+        share = 1.0 if name == f"{kind}share" else shares.get(kind, 1.0)
         if share:
             result[name] = mean / share
     return result

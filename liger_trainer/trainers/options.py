@@ -252,7 +252,7 @@ class StepConfig:
     )
 
 
-QAT = on("qat")
+QAT, TRAINS_HEAD = on("qat"), on("mtp_loss_weight")
 INT4, INT8, NVFP4 = "int4", "int8", "nvfp4"
 
 
@@ -274,6 +274,33 @@ class QatConfig:
         choices=[INT4, INT8, NVFP4],
     )
     qat_group_size: int = option(32, "Weights of an output that share a scale.", needs=equals("qat", INT4), ge=1)
+
+
+@dataclass
+class MtpConfig:
+    """The head for multi-token prediction that a model's files have beside it (Qwen3.5's).
+
+    Args:
+        mtp_loss_weight: the head is trained beside the model, which learns what it would without: its loss, times this
+            weight, has no gradient with respect to the model, and is no part of the loss that is logged. See
+            docs/extras.md.
+    """
+
+    mtp_loss_weight: float = option(
+        0.0,
+        "Train the head for multi-token prediction in the model's files beside the model, by its loss times this, "
+        "0.1 or so; 0: leave it as it was.",
+        ge=0,
+        conflicts=[
+            (TRAINS_HEAD & SAMPLES, "does not go with completions that are sampled; leave one of them out."),
+            (TRAINS_HEAD & QAT, "does not go with qat, which would quantise the head; leave one of them out."),
+            (TRAINS_HEAD & on("torch_compile"), "does not go with torch_compile; set it to false."),
+            (
+                TRAINS_HEAD & equals("vocab_parallel", AUTO, ALWAYS),
+                "does not go with vocab_parallel, which is FSDP2's; leave it out.",
+            ),
+        ],
+    )
 
 
 ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit")  # bitsandbytes' AdamW in `optim`
@@ -325,8 +352,8 @@ def check_policy(policy: str) -> str:
 
 
 _LESS = r"loss|loss/\w+|\w+_loss|perplexity|student_perplexity|student_nll|forward_kl|reverse_kl|jsd"
-_MORE = r"mean_token_accuracy|agreement_at_1"
-_NEITHER = r"entropy|teacher_entropy|teacher_perplexity|teacher_nll|num_tokens"
+_MORE = r"mean_token_accuracy|agreement_at_1|mtp_accepted"
+_NEITHER = r"mtp_share|entropy|teacher_entropy|teacher_perplexity|teacher_nll|num_tokens"
 # The last one of them in a name: in front stand eval_, the name of a dataset or of a kind of token.
 _METRIC = re.compile(rf"(?:^|.*?[_/])(?:(?P<neither>{_NEITHER})|(?P<more>{_MORE})|(?P<less>{_LESS}))")
 FOLLOW_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")

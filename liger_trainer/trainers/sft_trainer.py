@@ -98,6 +98,8 @@ class LigerTrainer(SFTTrainer):
 
     _tag_names = ["trl", "sft", "liger-trainer"]
     resumed_from: Path | None = None
+    _flos_per_token: float | None = None
+    _eval_prefix = "eval"  # of the metrics that are logged now, if they are an evaluation's
 
     def __init__(self, *args, on_non_finite: str | None = None, **kwargs):
         # Before SFTTrainer's own, which loads the model, makes adapters and prepares the rows.
@@ -145,8 +147,6 @@ class LigerTrainer(SFTTrainer):
         self._weigh_rows()
         self._resume_check = ResumeCheck(self)  # the weights before training tell trainings apart: nothing is patched
         self.graph_reports: dict[str, str] = {}
-        self._flos_per_token: float | None = None
-        self._eval_prefix = "eval"  # of the metrics that are logged now, if they are an evaluation's
         if self.args.dataloader_pin_memory:  # else each batch would wait until the GPU has done the step before
             self.accelerator.dataloader_config.non_blocking = True
         # transformers would log the mean of the losses before in place of one that is NaN, and wait for each to look
@@ -154,6 +154,8 @@ class LigerTrainer(SFTTrainer):
         self.finite = FiniteGuard(self.accelerator, on_non_finite or getattr(config, "on_non_finite", STOP))
         self.add_callback(self.finite)  # our first callback: the others read numbers that it has judged
         self.step_metrics, self.one_launch = StepMetrics(self), OneLaunchStep(self)
+        for plugin in self.plugins():
+            plugin.before_patch(self)
         # The layers after PEFT's and TRL's wraps of forward, which `undo` must keep; before accelerate's.
         self.patched = patch_student(base_of(self.model), options, self.loss_options(), getattr(config, "memory", FAST))
         self.fused = self.patched.fused
@@ -264,6 +266,8 @@ class LigerTrainer(SFTTrainer):
         by_lengths = self.packed_rows is not None and self.packed_rows.by_lengths and "cu_seq_lens_q" in inputs
         with padded_on_the_right(self._pads_on_the_right()), documents_come_along(by_lengths):
             more = self.teacher_inputs(inputs)
+            for plugin in self.plugins():
+                more |= plugin.of_batch(self, inputs)
             if weights is not None and self.model.training:
                 more["token_weights"] = TokenWeights(weights)
             outputs = model(
@@ -551,7 +555,7 @@ class LigerTrainer(SFTTrainer):
 
     def per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
         """Return what is averaged over tokens. In training, `entropy` is logged as TRL does, as a mean of means."""
-        return {"perplexity": -outputs.log_probs, "entropy": outputs.entropy}
+        return {"perplexity": -outputs.log_probs, "entropy": outputs.entropy, **(outputs.parts or {})}
 
     def add_metrics(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
         """Add a micro-batch's sums over the tokens of all ranks; `mode` is "train" or "eval"."""
