@@ -12,6 +12,8 @@ _GRANITE = {
     "vocab_size": 49159, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "tie_word_embeddings": True,
 }  # fmt: skip
+_SMALL_VISION = {"depth": 12, "hidden_size": 768, "intermediate_size": 3072, "num_heads": 12}
+_VISION = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16}
 _SIGLIP = {
     "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
     "image_size": 896, "patch_size": 14, "vision_use_head": False,
@@ -21,6 +23,16 @@ _SIGLIP = {
 def _sizes(hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate}
     return {**sizes, "num_hidden_layers": layers, "num_attention_heads": heads, **more}
+
+
+def _qwen3_5(hidden: int, intermediate: int, layers: int, heads: int, vision: dict[str, int], **more: Any) -> Any:
+    """Qwen3.5, with its vision tower. transformers' defaults are the 9B's."""
+    text = _sizes(hidden, intermediate, layers, heads, num_key_value_heads=heads // 4, **more)
+    text["tie_word_embeddings"] = tied = hidden < 4096
+    return "qwen3_5", {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "tie_word_embeddings": tied, "text_config": text,
+        "vision_config": {**vision, "out_hidden_size": hidden},
+    }  # fmt: skip
 
 
 # model id: (model type, its sizes). SmolLM3's are the defaults of transformers' class.
@@ -53,6 +65,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "granite", {**_GRANITE, **_sizes(4096, 12800, 40, 32, logits_scaling=16.0, attention_multiplier=0.0078125)},
     ),
     "HuggingFaceTB/SmolLM3-3B": ("smollm3", _sizes(2048, 11008, 36, 16, num_key_value_heads=4, vocab_size=128256)),
+    "Qwen/Qwen3.5-0.8B": _qwen3_5(1024, 3584, 24, 8, _SMALL_VISION, linear_num_value_heads=16),
+    "Qwen/Qwen3.5-2B": _qwen3_5(2048, 6144, 24, 8, _VISION, linear_num_value_heads=16),
+    "Qwen/Qwen3.5-4B": _qwen3_5(2560, 9216, 32, 16, _VISION),
+    "Qwen/Qwen3.5-9B": _qwen3_5(4096, 12288, 32, 16, {}),
     "google/gemma-3-1b-it": (
         "gemma3_text",
         _sizes(1152, 6912, 26, 4, num_key_value_heads=1, head_dim=256, vocab_size=262144, sliding_window=512),
@@ -76,6 +92,11 @@ PARAMETERS = {
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "microsoft/Phi-4-mini-instruct": 3_836_021_760,
     "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
+    # less the head for multi-token prediction, which transformers does not load
+    "Qwen/Qwen3.5-0.8B": 873_438_784 - 20_452_864,
+    "Qwen/Qwen3.5-2B": 2_274_069_824 - 60_828_160,
+    "Qwen/Qwen3.5-4B": 4_659_865_088 - 120_599_552,
+    "Qwen/Qwen3.5-9B": 9_653_104_368 - 243_290_624,
     "google/gemma-3-1b-it": 999_885_952,
     "google/gemma-3-4b-it": 4_300_079_472,
 }

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import transformers
+from byte_level import byte_level
 from datasets import Dataset, DatasetDict
-from tiny import SIZES, VOCAB, chats, completions, tiny_tokenizer
+from tiny import SIZES, VOCAB, WORDS, chats, completions, tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
 from trl import chat_template_utils
 
+from liger_trainer.common.weights import auto_class
 from liger_trainer.config.run_config import RunConfig
 
 # model id: (its architecture here, TRL's name for a chat template as its own if answers are marked in it, or TRL can)
@@ -26,12 +29,17 @@ MODELS = {
     "meta-llama/Llama-3.2-3B-Instruct": ("llama", None),
     "microsoft/Phi-4-mini-instruct": ("phi3", None),
     "mistralai/Mistral-7B-Instruct-v0.3": ("mistral", None),
+    "Qwen/Qwen3.5-0.8B": ("qwen3_5", "qwen3_5_nothink"),
+    "Qwen/Qwen3.5-2B": ("qwen3_5", "qwen3_5_nothink"),
+    "Qwen/Qwen3.5-4B": ("qwen3_5", "qwen3_5_think"),
+    "Qwen/Qwen3.5-9B": ("qwen3_5", "qwen3_5_think"),
     "Qwen/Qwen3-0.6B": ("qwen3", "qwen3"),
     "Qwen/Qwen3-1.7B": ("qwen3", "qwen3"),
     "Qwen/Qwen3-4B": ("qwen3", "qwen3"),
     "Qwen/Qwen3-8B": ("qwen3", "qwen3"),
 }
 LAYERS = {**SIZES, "num_hidden_layers": 3}
+BYTE_LEVEL = {"vocab_size": 512, "pad_token_id": None, "eos_token_id": None}  # of a class that reads no other tokenizer
 GEMMA = {"head_dim": 8, "sliding_window": 8}
 VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -42,6 +50,21 @@ ARCHITECTURES = {
     "llama": ("LlamaConfig", {**LAYERS, "tie_word_embeddings": True}),
     "smollm3": ("SmolLM3Config", {**LAYERS, "no_rope_layer_interval": 2}),
     "qwen3": ("Qwen3Config", {**LAYERS, "head_dim": 8, "tie_word_embeddings": True}),
+    "qwen3_5": (
+        "Qwen3_5Config",
+        {
+            "architectures": ["Qwen3_5ForConditionalGeneration"], "tie_word_embeddings": True,
+            "text_config": {
+                **LAYERS, **BYTE_LEVEL, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                "head_dim": 8, "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8, "tie_word_embeddings": True,
+            },
+            "vision_config": {
+                "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 14,
+                "out_hidden_size": LAYERS["hidden_size"], "num_position_embeddings": 16,
+            },
+        },
+    ),
     "gemma3_text": ("Gemma3TextConfig", {**LAYERS, **GEMMA}),
     "gemma3": (
         "Gemma3Config",
@@ -54,6 +77,12 @@ ARCHITECTURES = {
     "phi3": ("Phi3Config", {**LAYERS, "partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
     "granite": ("GraniteConfig", {**LAYERS, "logits_scaling": 8.0, "embedding_multiplier": 12.0}),
 }  # fmt: skip
+
+
+def _byte_level() -> PreTrainedTokenizerFast:
+    words = [" ".join([*WORDS, "user", "assistant"])] * 4
+    size = BYTE_LEVEL["vocab_size"] - 1
+    return byte_level(words, size, ("<|im_end|>", "<|im_start|>", "<think>", "</think>"))
 
 
 def _capybara() -> DatasetDict:
@@ -93,6 +122,7 @@ SHORT = (
 LEFT_OUT = (  # kernels of bitsandbytes; a part of a dataset of the hub; what is asked of generated rows
     "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "dataset_config", "task_config",
 )  # fmt: skip
+UNPACKED = ("qwen3_5",)  # which packs with fla-core, which tests need not have
 
 
 class StandIns:
@@ -114,9 +144,10 @@ class StandIns:
         architecture, template = MODELS[name]
         class_name, options = ARCHITECTURES[architecture]
         transformers.set_seed(zlib.crc32(name.encode()))  # another model for each name
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, class_name)(**options))
+        config = getattr(transformers, class_name)(**options)
+        model = auto_class(config).from_config(config)
         model.save_pretrained(folder)
-        tokenizer = tiny_tokenizer()
+        tokenizer = tiny_tokenizer() if config.get_text_config().vocab_size == VOCAB else _byte_level()
         if template is not None:
             tokenizer.chat_template = getattr(chat_template_utils, f"{template}_chat_template")
         tokenizer.save_pretrained(folder)
@@ -139,6 +170,10 @@ class StandIns:
         if config.given("cache_entries"):
             yield "cache_entries=16"  # so that there is a rest to draw from
         yield from (f"~{key}" for key in LEFT_OUT if config.given(key))
+        if MODELS[config["model_name_or_path"]][0] in UNPACKED:
+            yield "packing=false"
+        if config["accelerate_config"] == "fsdp2":
+            yield "num_sample_completions=0"  # a sharded model is not sampled from
 
     def _files(self, config: RunConfig, folder: Path) -> Iterator[str]:
         yield f"output_dir={folder / 'out'}"

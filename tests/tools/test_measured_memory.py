@@ -76,6 +76,11 @@ def test_so_is_the_estimate_of_a_step_on_what_the_student_samples(tmp_path):
     assert estimated("on-policy-rows-qwen3-0.6b", "", tmp_path) == pytest.approx(given, rel=TOLERANCE)
 
 
+def test_a_gated_delta_rule_counts_as_fla_core_s(tmp_path):
+    held = 17_870  # "Models of today" on the page of MEASURED, whose job left no file; twice that in plain torch
+    assert estimated("sft-qwen3.5-0.8b", "", tmp_path) == pytest.approx(held, rel=TOLERANCE)
+
+
 IN_USE = [(f"{name}-qwen3-1.7b{more}", n) for name, more in (("sft", ""), ("lora", ""), ("kd", "-8b")) for n in (1, 2)]
 HELD = {("sft-qwen3-1.7b", 1), ("lora-qwen3-1.7b", 1)}
 FREED = ("sft-llama-3-8b", 2)  # without graphs: what was in use is all that was needed

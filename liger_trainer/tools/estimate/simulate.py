@@ -3,7 +3,7 @@
 Models are built from their configurations, adapted and patched as the trainers do it. They take a step in torch's
 FakeTensorMode, with our ops on their GPU path, while `MemoryTracker` counts. So the code itself says what the backward
 saves, autocast copies, checkpointing recomputes and the loss holds, and no formula has to follow it. Stand-ins have the
-memory of FlashAttention's kernels and of the layers and optimizers of bitsandbytes.
+memory of FlashAttention's kernels, of fla-core's, and of the layers and optimizers of bitsandbytes.
 """
 
 import contextlib
@@ -40,7 +40,16 @@ from ...teachers.adapters_off import without_adapters
 from ...teachers.base import teacher_logits
 from ...trainers.options import ALWAYS, NEVER
 from .memory_tracker import MemoryTracker, Peak
-from .stand_ins import as_bitsandbytes, attention, attention_mask, on_a_gpu, pack_experts, packed_weight, quantize
+from .stand_ins import (
+    as_bitsandbytes,
+    as_fla_core,
+    attention,
+    attention_mask,
+    on_a_gpu,
+    pack_experts,
+    packed_weight,
+    quantize,
+)
 
 GATHERED = "weights to gather"  # the whole of them, which no process ever has: Sharding counts the layers at work
 SAMPLING = "sampling"  # a phase
@@ -207,7 +216,7 @@ def _stand_ins() -> Iterator[None]:
     AttentionMaskInterface.register(ATTENTION, attention_mask)
     AttentionInterface.register(BY_LENGTHS, attention)
     AttentionMaskInterface.register(BY_LENGTHS, lambda *args, **kwargs: None)  # pyright: ignore[reportArgumentType]
-    with warnings.catch_warnings(), as_bitsandbytes():
+    with warnings.catch_warnings(), as_bitsandbytes(), as_fla_core():
         warnings.simplefilter("ignore")
         yield
 

@@ -1,7 +1,8 @@
 """Stand-ins for layers and optimizers whose kernels run on a GPU only. They have their memory and compute nothing.
 
-Sizes of attention: PyTorch's FlashAttention-2 (Dao 2023, arXiv:2307.08691); of 4-bit and 8-bit
-weights and moments: bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861; 2023, arXiv:2305.14314).
+Sizes of attention: PyTorch's FlashAttention-2 (Dao 2023, arXiv:2307.08691); of a gated delta rule: fla-core 0.6
+(Yang et al. 2024, arXiv:2412.06464); of 4-bit and 8-bit weights and moments: bitsandbytes (Dettmers et al. 2022,
+arXiv:2110.02861; 2023, arXiv:2305.14314).
 """
 
 import contextlib
@@ -22,6 +23,8 @@ from ...kernels.runtime import without_data
 from ...patching.layers import experts as patch_experts
 from ...patching.layers import linears
 from ...patching.layers import lora as patch_lora
+from ...patching.packing import token_mixers
+from ...patching.packing.token_mixers import CHUNK
 
 
 @contextlib.contextmanager
@@ -114,6 +117,55 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
         return tuple(torch.empty_like(x) if need else None for x, need in needed)
+
+
+class _DeltaRule(torch.autograd.Function):
+    """fla-core's gated delta rule, chunk by chunk, with norms of q and k: (rows, length, heads, width).
+
+    v, g, beta have as many heads or more. A chunk's state is (heads, width of keys, width of values).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+        normed = [torch.empty_like(x) for x in (q, k)]
+        norms = [x.new_empty(x.shape[:-1], dtype=torch.float32) for x in (q, k)]
+        solved = k.new_empty(*beta.shape, CHUNK)
+        ctx.save_for_backward(*normed, *norms, v, torch.empty_like(g, dtype=torch.float32), beta, solved)
+        _states_of_chunks(k, v)
+        return torch.empty_like(v)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, _, _, v, g, beta, _ = ctx.saved_tensors
+        again, of_states = _states_of_chunks(k, v), _states_of_chunks(k, v)[:2]
+        of_keys = [k.new_empty(*beta.shape, k.shape[-1]) for _ in range(4)]  # two parts of dk, dq and dw
+        result = tuple(torch.empty_like(x) for x in (q, k, v, g, beta))
+        del again, of_states, of_keys
+        return result
+
+
+def _states_of_chunks(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Return what has the size of the states of all chunks, of v twice, and of k with the heads of v."""
+    rows, length, heads, width = v.shape
+    states = k.new_empty(rows, math.ceil(length / CHUNK), heads, k.shape[-1], width)
+    return states, torch.empty_like(v), torch.empty_like(v), k.new_empty(rows, length, heads, k.shape[-1])
+
+
+def _delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **how: Any) -> tuple[Tensor, None]:
+    return _DeltaRule.apply(query, key, value, g, beta), None  # pyright: ignore
+
+
+@contextlib.contextmanager
+def as_fla_core() -> Iterator[None]:
+    """Let patching take `_delta_rule` for fla-core's gated delta rule, installed or not."""
+    replaced = Replacements()
+    replaced.set(token_mixers, "why_no_rule", lambda function: None)
+    replaced.set(token_mixers, "delta_rule", lambda function, by_fla: _delta_rule)
+    try:
+        yield
+    finally:
+        replaced.undo()
 
 
 def grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **kwargs: Any) -> Tensor:
