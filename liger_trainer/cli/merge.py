@@ -91,6 +91,8 @@ def _adapter(run_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         inside = sorted(str(found.parent) for found in run_dir.glob(f"*/{ADAPTER}"))
         hint = f" There is one in {', '.join(inside)}." if inside else ""
+        if not hint and (run_dir / "config.json").is_file():
+            hint = " It is a whole model already."
         raise ConfigError(f"{run_dir} holds no adapter ({ADAPTER}).{hint}")
     try:
         adapter = json.loads(path.read_text(encoding="utf-8"))

@@ -73,8 +73,12 @@ def prepare(config: "RunConfig") -> OpenedRun:
     # What costs nothing is checked first. The rows come after the model, since their token ids are checked against it.
     output_dir = check_output_dir(config)
     check_checkpoint(config)
-    if config["fp16"] and not torch.accelerator.is_available():
+    on_cpu = config["use_cpu"] or not torch.accelerator.is_available()
+    if config["fp16"] and on_cpu:
         raise config.error("fp16", NO_FP16)
+    if config["attn_implementation"] == "flex_attention" and on_cpu:
+        advice = "leave attn_implementation out, or set it to sdpa or eager"
+        raise config.error("attn_implementation", f"torch's flex_attention does not train on a CPU; {advice}.")
     student = open_model(config, "model_name_or_path")
     data = load_run_datasets(config, student.vocab_size)
     return OpenedRun(config, run_console(), clock, output_dir, data, with_processor(config, student, data))
