@@ -164,6 +164,15 @@ GONE = {
     "use_mps_device": "an Apple GPU is used where there is one",
 }
 NO_FP16 = "a CPU does not train in fp16, and would train in fp32 without a word; leave fp16 out."
+ITSELF = (
+    "is the student too, which so agrees with it from the first step on and learns nothing: name a larger model, or "
+    "leave layers of the student out, `keep_every_nth_layer: 2`."
+)
+# what makes a student another model than its teacher, or has it learn from more than that
+_APART = (
+    "keep_", "student_", "losses", "qat", "teacher_prompt", "load_in_", "teacher_load_in_", "model_revision",
+    "teacher_model_revision",
+)  # fmt: skip
 DEFAULT_LMBDA = "not given: the completions in the rows, `0.0`. TRL's trainer lets the student sample, `1.0`."
 DEFAULT_BETA = "not given: forward KL (0.0). TRL's DistillationTrainer would take reverse KL, `beta: 1.0`."
 
@@ -368,6 +377,10 @@ def notices(settings: Mapping[str, Setting], keys: Mapping[str, Key], recipe: st
             yield Finding(teacher.where, "beta", DEFAULT_BETA)
         if not sampled and "lmbda" not in settings:
             yield Finding(teacher.where, "lmbda", DEFAULT_LMBDA)
+    student = settings.get("model_name_or_path")
+    same = teacher is not None and student is not None and teacher.value == student.value
+    if same and recipe == "distill" and not any(key.startswith(_APART) for key in settings):
+        yield Finding(teacher.where, "teacher_model_name_or_path", ITSELF)
 
 
 def _direction(metric: Setting, given: Setting | None) -> Iterator[Finding]:

@@ -303,3 +303,18 @@ def test_keys_that_only_the_installed_trl_knows_are_found_there(load, monkeypatc
 def test_the_direction_of_the_best_metric_is_said(load, words, told):
     notices = [notice.message for notice in load(NEEDED, *words).notices]
     assert len(notices) == len(told) and all(n.startswith(t) for n, t in zip(notices, told, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["teacher_model_name_or_path=some/model"], True),
+        (["teacher_model_name_or_path=some/model", "use_peft=true"], True),
+        (["teacher_model_name_or_path=other/model"], False),
+        (["teacher_model_name_or_path=some/model", "keep_every_nth_layer=2"], False),
+        (["teacher_model_name_or_path=some/model", "losses=[{type: forward_kl}, {type: ce}]"], False),
+    ],
+)
+def test_a_teacher_that_is_the_student_too_is_pointed_out(load, words, told):
+    notices = [notice.message for notice in load(NEEDED, "recipe=distill", *words).notices]
+    assert len(notices) == told and all("learns nothing" in notice for notice in notices)
