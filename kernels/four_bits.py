@@ -76,6 +76,14 @@ def unpack_reference(codes: Tensor, scales: Tensor, numel: int, dtype: torch.dty
     return (values[numbers].view(-1, block) * scales[:, None]).flatten()[:numel].to(dtype)
 
 
+def unpack_nf4_reference(codes: Tensor, scales: Tensor | NestedScales, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return in plain torch what `unpack_nf4_` writes. codes: (bytes,) uint8."""
+    if isinstance(scales, NestedScales):
+        largest = scales.largest.repeat_interleave(NESTED_BLOCK)[: len(scales.codes)]
+        scales = scales.map[scales.codes.int()] * largest + scales.offset
+    return unpack_reference(codes >> 4 | codes << 4, scales, numel, dtype)
+
+
 @triton.jit
 def _unpack_kernel(
     out_ptr, codes_ptr, scales_ptr, table_ptr, map_ptr, largest_ptr, offset_ptr, N,
@@ -129,14 +137,18 @@ def unpack(codes: Tensor, scales: Tensor, numel: int, dtype: torch.dtype) -> Ten
 
 
 def unpack_nf4_(out: Tensor, codes: Tensor, scales: Tensor | NestedScales) -> None:
-    """Unpack bitsandbytes' nf4 into `out` by Triton.
+    """Unpack bitsandbytes' nf4 into `out`.
 
     Args:
         out: contiguous, any shape and dtype of floating point; the number of its elements is a multiple of 8.
         codes: two numbers a byte, the first in the high bits; of any shape, and stored as any dtype.
         scales: fp32, or packed themselves; one for each block of 64.
     """
+    codes = codes.flatten().view(torch.uint8)
+    if not use_triton(out):
+        out.copy_(unpack_nf4_reference(codes, scales, out.numel(), out.dtype).view_as(out))
+        return
     nested: Any = scales if isinstance(scales, NestedScales) else (scales, None, None, None)
     _unpack_launch(out.numel(), NF4_BLOCK, 1, NUMBERS)(
-        out, codes.flatten().view(torch.int32), nested[0], _tables_on(out.device)[0], *nested[1:]
+        out, codes.view(torch.int32), nested[0], _tables_on(out.device)[0], *nested[1:]
     )

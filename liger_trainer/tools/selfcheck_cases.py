@@ -20,7 +20,16 @@ from ..kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from ..kernels.cross_entropy import cross_entropy
 from ..kernels.decode_attention import decode_attention, decode_attention_reference
 from ..kernels.document_attention import document_attention, document_attention_reference
-from ..kernels.four_bits import MXFP4_BLOCK, nf4_codes, unpack, unpack_reference
+from ..kernels.four_bits import (
+    MXFP4_BLOCK,
+    NESTED_BLOCK,
+    NestedScales,
+    nf4_codes,
+    unpack,
+    unpack_nf4_,
+    unpack_nf4_reference,
+    unpack_reference,
+)
 from ..kernels.gated_linear import gated_linear
 from ..kernels.gated_mlp import gated_mlp, gated_mlp_reference
 from ..kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
@@ -325,7 +334,19 @@ def _mxfp4_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes[: blocks * MXFP4_BLOCK // 2], scales.to(torch.uint8)
 
 
-def _in_4_bits(op: Callable[..., Tensor], codes_of: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+def _nested_codes(x: Tensor) -> tuple[Tensor, NestedScales]:
+    """Return codes of nf4, and scales that are packed themselves, which follow from x."""
+    codes, scales = nf4_codes(x)
+    levels, largest = torch.linspace(-1, 1, 256, device=x.device), scales[::NESTED_BLOCK].contiguous()
+    return codes, NestedScales((scales * 97).to(torch.uint8), levels, largest, scales.mean())
+
+
+def _unpacked_nf4(codes: Tensor, scales: NestedScales, numel: int, dtype: torch.dtype) -> Tensor:
+    unpack_nf4_(out := torch.empty(numel, dtype=dtype, device=codes.device), codes, scales)
+    return out
+
+
+def _in_4_bits(op: Callable[..., Tensor], codes_of: Callable[[Tensor], tuple[Tensor, Any]]) -> Callable[..., Any]:
     """Return a function that unpacks the codes of x, in its dtype."""
 
     def run(x: Tensor) -> Tensor:
@@ -458,6 +479,10 @@ CHECKS: tuple[Check, ...] = (
     *(
         Check(f"four_bits, {kind}", _in_4_bits(unpack, codes), _in_4_bits(unpack_reference, codes), _rows("x"), ())
         for kind, codes in {"nf4": nf4_codes, "mxfp4": _mxfp4_codes}.items()
+    ),
+    Check(
+        "four_bits, nested nf4", _in_4_bits(_unpacked_nf4, _nested_codes),
+        _in_4_bits(unpack_nf4_reference, _nested_codes), _rows("x"), (),
     ),
     Check("decode_attention", _keeping(decode_attention), _keeping(decode_attention_reference), _kept, ()),
     Check("adamw", _updated(adamw_), _updated(adamw_reference), _rows("param", "grad", "mean", "root"), ()),

@@ -113,7 +113,7 @@ def nested_scales() -> NestedScales:
 
 @pytest.mark.parametrize("stored", [torch.uint8, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("is_nested", [True, False], ids=["nested", "plain"])
-def test_nf4_of_bitsandbytes_bit_for_bit(is_nested, stored, triton_fp32):
+def test_nf4_of_bitsandbytes_bit_for_bit(is_nested, stored, device):
     """High bits first; a scale that is packed is a product, rounded, and a sum."""
     nested, codes = nested_scales(), packed(BLOCKS * 64, "nf4")[0]
     inner = torch.tensor([nested.map[code] for code in nested.codes.tolist()])
@@ -121,10 +121,10 @@ def test_nf4_of_bitsandbytes_bit_for_bit(is_nested, stored, triton_fp32):
     table = torch.tensor(NF4_VALUES)
     numbers = torch.stack((codes >> 4, codes & 15), 1).flatten().long()
     want = table[numbers] * scales.repeat_interleave(64)
-    given = NestedScales(*(x.to(triton_fp32.device) for x in nested)) if is_nested else scales.to(triton_fp32.device)
+    given = NestedScales(*(x.to(device) for x in nested)) if is_nested else scales.to(device)
     for dtype in (torch.float32, torch.float16):
-        out = torch.empty(BLOCKS, 64, dtype=dtype, device=triton_fp32.device)
-        unpack_nf4_(out, codes.view(stored).unsqueeze(1).to(triton_fp32.device), given)
+        out = torch.empty(BLOCKS, 64, dtype=dtype, device=device)
+        unpack_nf4_(out, codes.view(stored).unsqueeze(1).to(device), given)
         assert torch.equal(out.cpu().flatten(), want.to(dtype))
 
 

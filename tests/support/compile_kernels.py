@@ -59,7 +59,7 @@ from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
 from liger_trainer.kernels.decode_attention import QKNorm, Rotation, decode_attention  # noqa: E402
 from liger_trainer.kernels.divergence_kinds import ROW_KINDS  # noqa: E402
 from liger_trainer.kernels.draw_tokens import draw_tokens, note_tokens  # noqa: E402
-from liger_trainer.kernels.four_bits import unpack  # noqa: E402
+from liger_trainer.kernels.four_bits import NestedScales, unpack, unpack_nf4_  # noqa: E402
 from liger_trainer.kernels.gradient_norm import gradient_norm  # noqa: E402
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence  # noqa: E402
@@ -333,10 +333,13 @@ def sampling(dtype: torch.dtype) -> None:
 
 
 def four_bits(dtype: torch.dtype) -> None:
-    """Weights of both formats."""
+    """Weights of each format."""
     codes = torch.zeros(N * 32, dtype=torch.uint8)
     unpack(codes, torch.zeros(N), N * 64, dtype)
     unpack(codes, torch.zeros(N * 2, dtype=torch.uint8), N * 64, dtype)
+    nested = NestedScales(torch.zeros(N, dtype=torch.uint8), *(torch.zeros(n) for n in (256, N, 1)))
+    for scales in (torch.zeros(N), nested):
+        unpack_nf4_(torch.zeros(N * 64, dtype=dtype), codes, scales)
 
 
 class OneRank:
