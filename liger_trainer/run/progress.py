@@ -19,8 +19,8 @@ from .reports.tables import duration
 
 IN_TRAINING = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "grad_norm")
 # Metrics of a line. Terms of a loss follow the loss; accuracy is shown where there is no agreement.
-HELD_OUT = ("loss", "forward_kl", "reverse_kl", "agreement_at_1", "perplexity", "mean_token_accuracy")
-SHORT = {"agreement_at_1": "agreement", "mean_token_accuracy": "accuracy"}
+HELD_OUT = ("loss", "forward_kl", "reverse_kl", "agreement_at_1", "perplexity", "mean_token_accuracy", "mtp_accepted")
+SHORT = {"agreement_at_1": "agreement", "mean_token_accuracy": "accuracy", "mtp_accepted": "accepted"}
 TERM = "loss/"
 MEASURING_BEFORE, BETWEEN, AFTER = "before training", "evaluating", "after training"
 SILENT_FOR = 20.0  # seconds without a line, in a measurement without bars

@@ -24,6 +24,7 @@ from liger_trainer.run.reports import drawing
 from liger_trainer.run.reports import html as html_report
 from liger_trainer.run.reports.drawing import CHARTS, SERIES, charts_of, lines_of, points
 from liger_trainer.run.reports.tables import (
+    SFT_ROWS,
     before_and_after,
     change,
     data_facts,
@@ -36,6 +37,7 @@ from liger_trainer.run.reports.tables import (
     parameters,
     read_run,
     settings,
+    shown_rows,
     side_by_side,
 )
 
@@ -289,6 +291,12 @@ def test_the_distillation_loss_has_a_row_where_the_loss_is_more(logged, kd_loss,
     before, after = {"forward_kl": 2.0, "loss": 2.50001, "kd_loss": 2.5}, {"forward_kl": 1.0, "loss": 1.5}
     run = logged([], before=before, after={**after, "kd_loss": kd_loss})
     assert ("distillation loss" in [row.label for row in before_and_after(run).rows]) == shown
+
+
+def test_accepted_drafts_are_shown_where_they_are_counted():
+    counted, others = ([row.metric for row in shown_rows(SFT_ROWS, [{"loss", name}])] for name in ("mtp_accepted", "x"))
+    assert counted == ["loss", "mtp_accepted"] and others == ["loss"]
+    assert callbacks._figures({"loss": 1.0, "mtp_accepted": 0.25}, callbacks.HELD_OUT) == ["loss 1", "accepted 0.25"]
 
 
 def test_a_run_of_a_version_that_recorded_less(make):

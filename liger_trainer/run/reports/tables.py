@@ -218,6 +218,8 @@ OTHER_TOKENS_ROWS = (
 # Of rows of a task with a checker, before all others
 EXACT_MATCH = MetricRow("exact_match", "exact match", better="higher")
 TASK_ROWS = EXACT_MATCH, MetricRow("teacher_exact_match", "teacher's exact match")
+# Of a head for multi-token prediction, behind all others
+ACCEPTED = MetricRow("mtp_accepted", "drafts accepted", better="higher")
 OTHER_NAME = {"perplexity": "student_perplexity"}  # a distillation logs both names
 
 
@@ -225,7 +227,7 @@ def shown_rows(rows: Iterable[MetricRow], measured: Sequence[Collection[str]]) -
     """Return the rows whose metric is among the names that some run has measured, each by one of its names."""
     return tuple(
         row
-        for row in (*TASK_ROWS, *rows)
+        for row in (*TASK_ROWS, *rows, ACCEPTED)
         if any(row.metric in names for names in measured) and not has_other_name(row.metric, measured)
     )
 
