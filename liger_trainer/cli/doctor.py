@@ -278,7 +278,7 @@ def _print_checks(facts: dict[str, Any], results: "list[CheckResult]") -> None:
     console, table = Console(highlight=False), Table(box=None, pad_edge=False)
     for column in ("op", "dtype", "tensors", "worst", "distance", "allowed", ""):
         right = column in ("tensors", "distance", "allowed")
-        table.add_column(column, justify="right" if right else "left", no_wrap=column == "op")
+        table.add_column(column, justify="right" if right else "left", no_wrap=column not in ("op", "worst"))
     for result in results:
         worst, verdict = result.worst, "ok" if result.passes else "[red]wrong[/red]"
         if worst is None:

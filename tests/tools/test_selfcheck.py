@@ -9,6 +9,7 @@ import torch
 from commands import end_of
 
 from liger_trainer import kernels
+from liger_trainer.cli import doctor
 from liger_trainer.kernels.rms_norm import rms_norm
 from liger_trainer.tools import selfcheck
 from liger_trainer.tools.selfcheck_cases import Check
@@ -138,3 +139,16 @@ def test_the_command_fails_where_an_op_is_wrong(few, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert "Wrong: rms_norm in float32. out0 is off by 1.00e-02" in said.replace("\n", " ")
     assert "checks pass" in said and "\nfails        rms_norm, float32: out0 is off by 1.00e-02" in said
+
+
+def test_the_table_shows_whole_numbers_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    compared = selfcheck.Comparison("d_weight", 2.44e-7, 8.81e-7, 0.0, 1.0, 1e-8, True)
+    name = max((check.name for check in CHECKS), key=len)
+    monkeypatch.setattr(doctor, "_print_summary", lambda *args: None)
+    doctor._print_checks(
+        {},
+        [selfcheck.CheckResult(name, "bfloat16", (compared,) * 12)],
+    )
+    table = capsys.readouterr().out.partition("\n\n")[0]
+    assert all(word in table for word in ("bfloat16", "d_weight", "2.4e-07", "8.8e-07", "ok")) and "…" not in table
