@@ -256,6 +256,7 @@ def configuration(file: Path, purpose: Purpose, model: str, teacher: str | None,
         "# supervised_part: content    # needed for that where the chat template does not mark answers, as most do not",
         f"max_length: {max_length}",
         f"packing: {_PACKED if pace.packing else _NOT_PACKED}",
+        *([f"holdout_fraction: {pace.held_out}   # fewer rows would judge little"] if pace.held_out else []),
         "max_eval_rows: 100",
         "",
         *(
@@ -293,6 +294,7 @@ _NOT_PACKED = "false   # true fills rows up to max_length, which leaves too few 
 # How long to train on few rows. An epoch of one step teaches nothing, and in it the warmup's rate is still 0.
 ROWS, ACCUMULATION, EPOCHS = 2, 8, 3  # rows of a micro-batch; the most of the others
 ENOUGH, IN_ALL = 50, 100  # steps of an epoch, and of a run, that are aimed at
+SHARE, HELD_OUT, MOST = 0.05, 20, 0.2  # holdout_fraction by default; rows that can judge a run; most of few rows
 BYTES_A_TOKEN = 4  # of JSON, English and code, roughly
 TOO_LARGE = 200_000_000  # bytes of data that are surely enough
 
@@ -304,6 +306,7 @@ class Pace:
     packing: bool = True
     accumulation: int = ACCUMULATION
     epochs: int = 1
+    held_out: float | None = None  # the share, where the default would be too few
     told: str = ""
 
 
@@ -319,13 +322,18 @@ def pace_of(data: str, max_length: int) -> Pace:
     rows, tokens = counted
     if not rows:
         raise ConfigError(f"--data: {data} has no rows.")
+    held_out = None
+    if Path(data).expanduser().is_file() and rows * SHARE < HELD_OUT:  # a folder may have a split of its own
+        held_out = min(math.ceil(100 * HELD_OUT / rows) / 100, MOST)
+        rows, tokens = (round(count * (1 - held_out)) for count in counted)
     packed = tokens // max_length
     packing = packed >= ROWS * ENOUGH
     sequences = packed if packing else rows
     accumulation = min(max(sequences // (ROWS * ENOUGH), 1), ACCUMULATION)
     steps = math.ceil(sequences / (ROWS * accumulation))
     epochs = min(max(math.ceil(IN_ALL / max(steps, 1)), 1), EPOCHS)
-    return Pace(packing, accumulation, epochs, f"; {rows:,} rows make about {steps * epochs:,} steps on one GPU")
+    told = f"; {counted[0]:,} rows make about {steps * epochs:,} steps on one GPU"
+    return Pace(packing, accumulation, epochs, held_out, told)
 
 
 def _count(path: Path) -> tuple[int, int] | None:

@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from .. import plugins
 from ..losses.plan import LOSS_TYPES, plan_of
 from ..plugins import DEMO
+from .data.datasets import PLAIN
 from .launch import versions
 from .reports.tables import (
     DISTILL_ROWS,
@@ -91,7 +92,7 @@ def model_card(config: "RunConfig", results: "RunResults", model: Published) -> 
         base=hub_id(base) or f"path/to/{Path(base.removeprefix(DEMO)).name}",  # of a folder the card tells no more
         adapter=model.adapter,
         called="student" if config.recipe == "distill" else "tuned",
-        chat=model.chat,
+        chat=model.chat and results.data.learned != PLAIN,
         sections={
             "Model": _cells(_model_facts(config, results, model)),
             "Data": _cells(_data_facts(results)),

@@ -303,7 +303,7 @@ STYLES = {"good": "green", "bad": "red", "": "yellow"}
 def print_ending(console: Console, config: "RunConfig", results: RunResults, output_dir: Path) -> None:
     """Print the verdict of a run and what can be done next."""
     models = {name: asdict(facts) for name, facts in results.models.items()}
-    judged = verdict(results.recipe, results.before, results.after, models)
+    judged = verdict(results.recipe, results.before, results.after, models, results.data.test_rows)
     if judged is not None:
         console.print(judged.text, style=STYLES[judged.tone], highlight=False, soft_wrap=True)
     commands = next_commands(output_dir, adapter=(output_dir / "adapter_config.json").is_file())

@@ -178,11 +178,15 @@ class CheckpointGuard:
     def load_again(self, load_result: Any) -> bool:
         """Load the weights again where Trainer could not, since the files have other names for them.
 
-        Returns whether it has; else what Trainer warns of is true.
+        Returns whether all are loaded; else what Trainer warns of is true.
         """
-        if self._loads_from is None or not (load_result.missing_keys and load_result.unexpected_keys):
+        if self._loads_from is None or not load_result.missing_keys:
             return False
         model: Any = self._trainer.model
+        if not load_result.unexpected_keys:  # a tied head is not missing: its matrix is loaded by its other name
+            weights = model.state_dict(keep_vars=True)
+            loaded = {id(weight) for name, weight in weights.items() if name not in load_result.missing_keys}
+            return all(id(weights.get(name)) in loaded for name in load_result.missing_keys)
         loaded = load_whole(type(model).from_pretrained, str(self._loads_from), dtype=model.dtype)
         # a head that was added to the model has its own names in files, and is loaded
         model.load_state_dict({**model.state_dict(), **loaded.state_dict()})

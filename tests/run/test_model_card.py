@@ -20,6 +20,7 @@ from liger_trainer.config.run_config import check_text, load_run_config
 from liger_trainer.errors import LigerTrainerError
 from liger_trainer.recipes import distill
 from liger_trainer.run import recipe as saving
+from liger_trainer.run.data.datasets import PLAIN
 from liger_trainer.run.model_card import Published, hub_id, model_card, public
 from liger_trainer.run.reports.tables import figure
 
@@ -108,7 +109,7 @@ def test_the_card_of_an_adapter_is_ours_and_not_that_of_peft(run):
     assert card.data.library_name == "peft" and "lora" in card.data.tags
     facts = table(card.text)
     assert facts["saved"] == ["the LoRA adapter"] and facts["loss"] == ["cross-entropy"] and "teacher" not in facts
-    assert "needs peft" in card.text and "apply_chat_template" in card.text
+    assert "needs peft" in card.text
     name = f'"{output_dir.name}"'
     assert f'vllm serve "path/to/demo--smollm2-135m-instruct" --enable-lora --lora-modules tuned={name}\n' in card.text
     assert f"liger-trainer merge {name} merged --gguf tuned.gguf" in card.text and "student" not in card.text
@@ -159,6 +160,13 @@ def test_models_and_data_of_the_hub_are_named_in_the_header(results):
     assert facts["base"] == ["[Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B)"]
     assert facts["base's revision"] == ["main"] and facts["teacher's revision"] == ["abc123"]
     assert facts["licence of the rows"] == ["apache-2.0"]
+
+
+@pytest.mark.parametrize(("learned", "chat"), [(PLAIN, False), ("the completions", True)])
+def test_the_card_asks_the_model_as_the_rows_did(results, learned, chat):
+    data = replace(results.data, learned=learned)
+    text = model_card(check_text(ON_THE_HUB, "run.yaml"), replace(results, data=data), replace(MODEL, chat=True)).text
+    assert ("apply_chat_template" in text) == chat
 
 
 def test_the_demo_is_told_by_its_title_with_its_licence(results):

@@ -230,6 +230,20 @@ def test_where_the_best_checkpoint_is_lost_the_best_of_what_comes_is_taken(tmp_p
     assert trainer.state.best_model_checkpoint == str(run / "checkpoint-4") and "checkpoint-4" in names(run)
 
 
+@pytest.mark.parametrize("lost", [[], ["model.norm.weight"]])
+def test_a_tied_head_is_not_called_missing(tmp_path, monkeypatch, lost):
+    """Its matrix is in the file once, by the name of the embeddings."""
+    said: list[str] = []
+    monkeypatch.setattr(transformers.trainer.logger, "warning", said.append)
+    trainer = sft(tiny_model("llama_tied"), output_dir=str(tmp_path))
+    with trainer.checkpoint_guard._reading(tmp_path):
+        told = trainer.model.load_state_dict(
+            {k: v for k, v in trainer.model.state_dict().items() if k not in ["lm_head.weight", *lost]}, strict=False
+        )
+        trainer._issue_warnings_after_load(told)
+    assert [line for line in said if "missing keys" in line] == said and len(said) == len(lost)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_weights_that_files_have_under_other_names_are_read_back(tmp_path, monkeypatch, sharded):
     """Experts are stacked in memory, and apart in the files. Trainer would go on from the weights at hand."""

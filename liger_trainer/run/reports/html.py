@@ -51,6 +51,7 @@ from .tables import (
 # What a run achieved, in sentences: how the held-out rows changed, and how the student compares with its teacher.
 
 
+FEW_ROWS = 20  # held-out rows below which a verdict says how many they are
 HARDLY = 0.005  # a relative change below this is called none: a rerun with another seed moves as much
 
 
@@ -63,16 +64,21 @@ class Verdict:
 
 
 def verdict(
-    recipe: str | None, before: Mapping[str, float], after: Mapping[str, float], models: Mapping[str, Mapping[str, Any]]
+    recipe: str | None,
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    models: Mapping[str, Mapping[str, Any]],
+    rows: int | None = None,
 ) -> Verdict | None:
     """Judge a run by the first metric of its recipe; None if it has no metric from before and after.
 
     Args:
         before, after: held-out metrics by their names without `eval_`.
         models: `student` and `teacher` with `parameters`, as far as they are there.
+        rows: how many were held out, if that is known.
     """
-    rows = (EXACT_MATCH, *((*OTHER_TOKENS_ROWS, *DISTILL_ROWS) if recipe == "distill" else SFT_ROWS))
-    judged = [row for row in rows if row.better and row.metric in before and row.metric in after]
+    of_recipe = (EXACT_MATCH, *((*OTHER_TOKENS_ROWS, *DISTILL_ROWS) if recipe == "distill" else SFT_ROWS))
+    judged = [row for row in of_recipe if row.better and row.metric in before and row.metric in after]
     if not judged:
         return None
     first = judged[0]
@@ -88,7 +94,9 @@ def verdict(
     who = "student" if recipe == "distill" else "model"
     shown = [first, *(row for row in judged[1:] if row.metric in ("agreement_at_1", "perplexity"))]
     moves = ", ".join(_move(row, before[row.metric], after[row.metric]) for row in shown)
-    return Verdict(f"The {who} {word} on rows that it was not trained on: {moves}.{beside_teacher(models)}", tone)
+    few = f" {rows} rows say little: hold out more of them." if rows is not None and rows < FEW_ROWS else ""
+    text = f"The {who} {word} on rows that it was not trained on: {moves}.{few}{beside_teacher(models)}"
+    return Verdict(text, tone)
 
 
 def _name(row: MetricRow) -> str:
@@ -173,7 +181,7 @@ def render(runs: Sequence[RunRecord], drawings: Sequence[Drawing]) -> str:
     samples = list(_samples(runs, labels))
     run, judged = runs[0], None if len(runs) == 1 else _comparison(runs, labels)
     if len(runs) == 1 and run.finished:
-        judged = verdict(run.recipe, run.before, run.after, run.models)
+        judged = verdict(run.recipe, run.before, run.after, run.models, run.data.get("test_rows"))
     return environment.get_template("report.html.jinja").render(
         title=labels[0] if len(runs) == 1 else f"{len(runs)} runs compared",
         several=len(runs) > 1,
