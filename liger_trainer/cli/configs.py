@@ -219,9 +219,22 @@ def _ask(flag: str, answer: str | None, question: str, default: str, choices: ty
         raise ConfigError(f"--{flag} is missing, and there is no terminal to ask on.{which}")
     while True:
         given = str(typer.prompt(question, default=str(default))).strip()
-        if choices is None or given in list(choices):
+        if choices is None:
+            wrong = _not_there(flag, given)
+        else:
+            wrong = None if given in list(choices) else f"Expected one of {', '.join(choices)}."
+        if wrong is None:
             return given
-        typer.echo(f"Expected one of {', '.join(choices)}.")
+        typer.echo(wrong)
+
+
+def _not_there(flag: str, answer: str) -> str | None:
+    """Return what is wrong with the name of a model or of rows, so that only this is asked again."""
+    from ..config.check import missing_paths
+    from ..config.yaml_reader import COMMAND_LINE, Setting
+
+    key = {"model": "model_name_or_path", "teacher": "teacher_model_name_or_path", "data": "dataset_name"}[flag]
+    return next((finding.message for finding in missing_paths({key: Setting(answer, COMMAND_LINE)})), None)
 
 
 def configuration(file: Path, purpose: Purpose, model: str, teacher: str | None, method: Method, data: str) -> str:

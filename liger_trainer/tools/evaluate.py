@@ -5,6 +5,7 @@ The trainers measure; calibration is added here.
 
 import dataclasses
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback
 from trl import get_peft_config
 
 from .. import plugins
@@ -126,6 +127,9 @@ def evaluate(subject: Subject, more: Callable[[Any], dict[str, float]] | None = 
             check_same_tokenizer(entry_config, files, teacher)
         paths = {name: teacher.path for name, (_, teacher) in teachers.items()}
         trainer = _trainer(subject, config, data, base, files, paths)
+        trainer.remove_callback(PrinterCallback)  # stdout has the table, or JSON
+        if not sys.stderr.isatty():
+            trainer.remove_callback(ProgressCallback)
         plugins.measure_task(trainer, config, data)
         measured = {**trainer.evaluate(), **(more(trainer) if more else {})}
         unlearned = _unlearned(trainer) if config.recipe == "distill" else ()

@@ -127,7 +127,7 @@ def _seen(trainer: Any, row: dict[str, Any], data: "RunData") -> SeenRow:
         end = start + size
         documents.append(list(_pieces(trainer.processing_class, ids[start:end], supervised[start:end])))
         start = end
-    place, tokens_cut, supervised_cut = f"{len(lengths)} documents, packed", None, None
+    place, tokens_cut, supervised_cut = f"{len(lengths)} document{'s' * (len(lengths) != 1)}, packed", None, None
     if ROW in row:
         tokens, learned = trainer.uncut["train"][row[ROW]]
         place, tokens_cut, supervised_cut = data.place("train", row[ROW]), tokens - length, learned - sum(supervised)

@@ -41,12 +41,14 @@ def test_what_flags_answer(new, purpose, method):
 @pytest.mark.parametrize("purpose", ["sft", "distill"])
 def test_questions_on_a_terminal(new, purpose, monkeypatch):
     answers = iter(
-        ["both", purpose, "demo:smollm2-135m-instruct", *(["other"] if purpose == "distill" else ["lora"]), "b"]
+        ["both", purpose, "./gone", "demo:smollm2-135m-instruct", *(["other"] if purpose == "distill" else ["lora"])]
+        + ["demo:no", "b"]
     )
     monkeypatch.setattr("typer.prompt", lambda question, default: next(answers))
     monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
     out, _ = done(new())
-    assert "Expected one of sft, distill." in out and next(answers, None) is None
+    assert "Expected one of sft, distill." in out and "no such file or folder: ./gone" in out
+    assert "No demo is called 'demo:no'" in out and next(answers, None) is None
     config = load_run_config("my.yaml")
     assert config.recipe == purpose and config["learning_rate"] == (2e-4 if purpose == "sft" else 2e-5)
     assert config["dataset_name"] == "b"

@@ -112,7 +112,10 @@ def test_documents_of_packed_rows_are_apart(folder):
     rows = previewed(100, "packing=true", "max_length=30").rows
     assert max(len(row.documents) for row in rows) > 1
     for row in rows:
-        assert row.place == f"{len(row.documents)} documents, packed" and row.tokens_cut is None
+        assert (
+            row.place == f"{len(row.documents)} document{'s' * (len(row.documents) > 1)}, packed"
+            and row.tokens_cut is None
+        )
         assert all(document[0].text.startswith("<user>") for document in row.documents)
 
 
