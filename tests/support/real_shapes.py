@@ -69,6 +69,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3.5-2B": _qwen3_5(2048, 6144, 24, 8, _VISION, linear_num_value_heads=16),
     "Qwen/Qwen3.5-4B": _qwen3_5(2560, 9216, 32, 16, _VISION),
     "Qwen/Qwen3.5-9B": _qwen3_5(4096, 12288, 32, 16, {}),
+    "openai/gpt-oss-20b": (
+        "gpt_oss",
+        _sizes(
+            2880, 2880, 24, 64, num_key_value_heads=8, head_dim=64, vocab_size=201088, sliding_window=128,
+            num_local_experts=32, num_experts_per_tok=4, quantization_config={"quant_method": "mxfp4"},
+        ),
+    ),
     "google/gemma-3-1b-it": (
         "gemma3_text",
         _sizes(1152, 6912, 26, 4, num_key_value_heads=1, head_dim=256, vocab_size=262144, sliding_window=512),
@@ -97,6 +104,7 @@ PARAMETERS = {
     "Qwen/Qwen3.5-2B": 2_274_069_824 - 60_828_160,
     "Qwen/Qwen3.5-4B": 4_659_865_088 - 120_599_552,
     "Qwen/Qwen3.5-9B": 9_653_104_368 - 243_290_624,
+    "openai/gpt-oss-20b": 20_914_757_184,
     "google/gemma-3-1b-it": 999_885_952,
     "google/gemma-3-4b-it": 4_300_079_472,
 }

@@ -23,6 +23,7 @@ MODELS = {
     "google/gemma-3-4b-it": ("gemma3", "gemma3"),
     "ibm-granite/granite-3.3-2b-instruct": ("granite", None),
     "ibm-granite/granite-3.3-8b-instruct": ("granite", None),
+    "openai/gpt-oss-20b": ("gpt_oss", "gptoss"),
     "outputs/smollm2/sft_task": ("llama", None),
     "meta-llama/Llama-3.1-8B-Instruct": ("llama", None),
     "meta-llama/Llama-3.2-1B-Instruct": ("llama", None),
@@ -72,6 +73,10 @@ ARCHITECTURES = {
             "text_config": {**LAYERS, **GEMMA}, "vision_config": VISION, "mm_tokens_per_image": 4,
             "image_token_index": VOCAB - 6, "boi_token_index": VOCAB - 7, "eoi_token_index": VOCAB - 8,
         },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {**LAYERS, "head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "mistral": ("MistralConfig", {**LAYERS, "head_dim": 8, "sliding_window": None}),
     "phi3": ("Phi3Config", {**LAYERS, "partial_rotary_factor": 0.5, "tie_word_embeddings": True}),

@@ -45,6 +45,7 @@ from .stand_ins import (
     as_fla_core,
     attention,
     attention_mask,
+    kernel_serves,
     on_a_gpu,
     pack_experts,
     packed_weight,
@@ -478,7 +479,7 @@ def _built(spec: ModelSpec, by_lengths: bool) -> Any:
         model = auto_class(config).from_config(config, dtype=spec.dtype, attn_implementation=implementation)
     except (ValueError, TypeError, ImportError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"The causal LM of a {type(config).__name__} cannot be built: {error}") from error
-    if attention_implementation(model.config) != "eager":
+    if attention_implementation(model.config) != "eager" or (by_lengths and kernel_serves(model)):
         model.set_attn_implementation(BY_LENGTHS if by_lengths else ATTENTION)
     if spec.bits is not None:
         quantize(model, spec.bits)

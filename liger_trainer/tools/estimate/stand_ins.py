@@ -18,13 +18,16 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from ...common.replacements import Replacements
 from ...compat.models import GATE, STACKED
 from ...compat.modules import own_parameters
+from ...compat.recognitions import is_attention
 from ...compat.torch_internals import FakeTensor, grouped_products
 from ...kernels.runtime import without_data
 from ...patching.layers import experts as patch_experts
 from ...patching.layers import linears
 from ...patching.layers import lora as patch_lora
 from ...patching.packing import token_mixers
+from ...patching.packing.packed_attention import attention_modules, eager_of, why_not_packed
 from ...patching.packing.token_mixers import CHUNK
+from ...patching.structure import on_miniatures
 
 
 @contextlib.contextmanager
@@ -103,6 +106,15 @@ def attention(
         key, value = (repeat_kv(x, groups) if groups > 1 else x for x in (key, value))
         attention_mask = attention_mask.to(query.dtype)
     return _Attention.apply(query, key, value, attention_mask).transpose(1, 2).contiguous(), None  # pyright: ignore
+
+
+def kernel_serves(model: Any) -> bool:
+    """Whether our kernel computes what the eager attention of a model does, which it takes for packed rows."""
+    with on_miniatures():
+        return why_not_packed(model) is None and all(
+            is_attention(eager_of(m), hasattr(m, "sinks"), getattr(m, "attn_logit_softcapping", None) is not None)
+            for m in attention_modules(model)
+        )
 
 
 class _GroupedProduct(torch.autograd.Function):
