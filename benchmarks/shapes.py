@@ -184,7 +184,12 @@ def random_model(shape: str, tiny: bool, device: str, seed: int = 0, **options: 
     config = config_of(shape, tiny, attn_implementation=attention, use_cache=False, **options)
     torch.manual_seed(seed)
     with torch.device(device):
-        return kind.from_config(config, dtype=torch.bfloat16).train()
+        model = kind.from_config(config, dtype=torch.bfloat16).train()
+    if config.model_type == "gemma4_text":  # its scores have no scale of their own: ones saturate the softmax
+        for name, weight in model.named_parameters():
+            if name.endswith("q_norm.weight"):
+                weight.data.fill_(len(weight) ** -0.5)
+    return model
 
 
 class ImageCollator:

@@ -403,6 +403,8 @@ def prepare(options: argparse.Namespace, setup: Setup, record: Record, deadline:
         together("before", left, record, options.tiny, deadline)
         for name in left.keys() - record.content["failures"].keys():
             (setup.folder / f"done-{name}").touch()
+        if failed := left.keys() & record.content["failures"].keys():
+            sys.exit("; ".join(f"{name}: {record.content['failures'][name]}" for name in sorted(failed)))
 
     tasks: dict[str, tuple[Any, ...]] = {"rows": ("export_rows", setup)}
     if (base := options.base).endswith(".gguf"):

@@ -60,8 +60,7 @@ class Case:
         lora_dropout: of adapters of rank 16 on all linear layers; None trains all weights.
         experts: whether there are adapters on stacked experts too.
         four_bit: whether the adapters' base is quantised by bitsandbytes (nf4).
-        gently: so many times smaller a rate, reached within the warm-up: the losses of wide models jump at more. Below
-            1 for one whose loss does not fall else.
+        gently: so many times smaller a rate, reached within the warm-up: the losses of wide models jump at more.
         default: whether it runs without being named.
         plan: the steps, at full size.
         reference: the provider whose losses the others must have.
@@ -84,7 +83,7 @@ class Case:
     experts: bool = False
     four_bit: bool = False
     checkpointing: bool = False
-    gently: float = 1
+    gently: int = 1
     default: bool = True
     plan: Plan = PLAN
     reference: str = REFERENCE
@@ -135,8 +134,7 @@ class Case:
         what += " with its weights, real rows" * self.demo
         size = SIZES[self.layout].format(self.rows, self.length)
         more = ", gradient checkpointing" * self.checkpointing + " of every second layer" * self.selective
-        more += f", 1/{self.gently:g} of the rate, rising at first" if self.gently > 1 else ""
-        more += f", {1 / self.gently:g} times the rate, rising at first" if self.gently < 1 else ""
+        more += f", 1/{self.gently} of the rate, rising at first" if self.gently > 1 else ""
         more += f", {self.layers} layers of {self.shape}" if self.layers else ""
         more += f", {self.optim}" if self.optim != Case.optim else ""
         return f"{self.kind}, {what}, {how}, {size}{more}"
@@ -162,7 +160,7 @@ CASES = (
     Case("sft-qwen3-1.7b", "Qwen3-1.7B", 4, 2048, default=False),
     Case("sft-gemma-3-1b", "Gemma-3-1B", 4, 2048, default=False),
     Case("sft-gemma-3-1b-8k", "Gemma-3-1B", 1, 8192, default=False),
-    Case("sft-gemma-4-e2b-8k", "Gemma-4-E2B", 1, 8192, gently=0.1, default=False, plan=Plan(5, 9, 2)),
+    Case("sft-gemma-4-e2b-8k", "Gemma-4-E2B", 1, 8192, default=False, plan=Plan(5, 9, 2)),
     Case("sft-qwen3.5-0.8b", "Qwen3.5-0.8B", 8, 1024, default=False),
     Case("lora-qwen3.5-0.8b", "Qwen3.5-0.8B", 8, 1024, lora_dropout=0.0, default=False),
     Case("kd-qwen3.5-0.8b", "Qwen3.5-0.8B", 8, 1024, teacher="Qwen3.5-2B", default=False),

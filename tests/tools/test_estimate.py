@@ -180,7 +180,8 @@ def test_checkpointing_lora_and_quantised_weights_take_less():
     assert linear / (4 * lora.parameters) > 0.6  # all but the embeddings and the head
 
 
-def test_weights_in_4_bits_are_unpacked_into_memory_of_the_largest():
+def test_weights_in_4_bits_are_unpacked_into_memory_of_the_largest(monkeypatch):
+    monkeypatch.setattr("liger_trainer.tools.estimate.simulate._round_adapters", lambda model: None)  # alike in both
     spec = step(peft=LORA)
     packed = simulate(step(peft=LORA, student=dataclasses.replace(spec.student, bits=4)))
     largest = 4 * spec.student.config.hidden_size * spec.student.config.intermediate_size
@@ -214,6 +215,29 @@ def test_experts_in_4_bits_take_their_codes_and_one_layer_unpacked(family):
     assert saved == pytest.approx((2 - 0.5625) * numbers, rel=0.01)
     unpacked = packed.peaks["forward"].bytes - (plain.peaks["forward"].bytes - saved)
     assert unpacked == pytest.approx(2 * 8 * 2 * 256 * 512, rel=0.1)  # gate and up, the larger projection
+
+
+def test_adapters_over_a_quantised_base_are_bf16():
+    """As TRL makes them, however many there are."""
+    spec = step(peft=LORA)
+    plain, packed = (
+        parts(simulate(dataclasses.replace(spec, student=dataclasses.replace(spec.student, bits=bits))), "optimizer")
+        for bits in (None, 4)
+    )
+    assert packed["adapter weights"] * 2 == plain["adapter weights"]
+    assert packed["optimizer state"] * 2 == pytest.approx(plain["optimizer state"], rel=0.05)  # blocks are rounded up
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_attention_with_sinks_stores_no_scores_where_it_is_ours(own):
+    """transformers computes gpt-oss' attention eagerly, with a number for each pair of tokens."""
+    config = transformers.AutoConfig.for_model(
+        "gpt_oss", hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=VOCAB, num_local_experts=2,
+        num_experts_per_tok=1, num_attention_heads=8, num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    spec = step(student=ModelSpec(config, torch.bfloat16), rows=1, length=1024, own_attention=own)
+    scores = 2 * 8 * 1024**2 * 2  # bytes, of both layers
+    assert (parts(simulate(spec), "forward")["activations"] > scores) is not own
 
 
 def test_quantised_weights_have_others_behind_them():

@@ -91,6 +91,7 @@ class StepSpec:
     masked: bool = False  # attention gets a mask, since rows differ in length or are packed
     # packed rows are read by the lengths of their documents, so that windows take no mask either
     by_lengths: bool = False
+    own_attention: bool = False  # our kernel may compute it: in 16 bits, with `attention: auto`
     accumulation: int = 1  # micro-batches a step
     teacher: ModelSpec | None = None
     teacher_records: Any = None  # the format of a teacher cache, which makes the records of a batch
@@ -426,9 +427,11 @@ class _Pool:
 
 def _student(spec: StepSpec) -> Any:
     with torch.device("meta"):
-        model = _built(spec.student, spec.by_lengths)
+        model = _built(spec.student, spec)
         if spec.peft is not None:
             model = get_peft_model(model, spec.peft)
+            if spec.student.bits is not None:
+                _round_adapters(model)
     # preserve_rng_state would read the state of the GPU, and there is none.
     if spec.checkpointing is not None:
         base_of(model).gradient_checkpointing_enable({**spec.checkpointing, "preserve_rng_state": False})
@@ -445,7 +448,7 @@ def _student(spec: StepSpec) -> Any:
 def _teacher(spec: StepSpec) -> Any:
     assert spec.teacher is not None
     with torch.device("meta"):
-        model = _built(spec.teacher, spec.by_lengths).requires_grad_(False).eval()
+        model = _built(spec.teacher, spec).requires_grad_(False).eval()
     with contextlib.suppress(NothingToPatch):
         Patched(model, replace(spec.patch, fused_linear_cross_entropy=False))
     return model
@@ -471,7 +474,14 @@ def _allocate(model: Any) -> None:
             tensors.update({name: on_cpu(x) for name, x in tensors.items() if x is not None})
 
 
-def _built(spec: ModelSpec, by_lengths: bool) -> Any:
+def _round_adapters(model: Any) -> None:
+    """Make the adapters of a quantised model bf16, as TRL's trainers do."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_magnitude_vector" not in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _built(spec: ModelSpec, step: StepSpec) -> Any:
     config = spec.config
     # Any other is replaced by a stand-in below, which needs no kernels to be installed.
     implementation = "eager" if spec.attention == "eager" else None
@@ -479,13 +489,20 @@ def _built(spec: ModelSpec, by_lengths: bool) -> Any:
         model = auto_class(config).from_config(config, dtype=spec.dtype, attn_implementation=implementation)
     except (ValueError, TypeError, ImportError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"The causal LM of a {type(config).__name__} cannot be built: {error}") from error
-    if attention_implementation(model.config) != "eager" or (by_lengths and kernel_serves(model)):
-        model.set_attn_implementation(BY_LENGTHS if by_lengths else ATTENTION)
+    reads_all = step.by_lengths or (step.own_attention and _changes_scores(model))  # as rows of our kernel
+    if attention_implementation(model.config) != "eager" or (reads_all and kernel_serves(model)):
+        model.set_attn_implementation(BY_LENGTHS if step.by_lengths else ATTENTION)
     if spec.bits is not None:
         quantize(model, spec.bits)
     if spec.experts is not None:
         pack_experts(model, spec.experts)
     return model
+
+
+def _changes_scores(model: Any) -> bool:
+    """Whether attention has sinks or caps its scores, which our kernel computes in all rows."""
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    return capped is not None or any(hasattr(module, "sinks") for module in model.modules())
 
 
 def _numbers(model: Any) -> int:

@@ -286,7 +286,6 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
     merged = packed and (config["packing_strategy"] != "wrapped" or config["padding_free"])
     by_lengths = merged and config["attention"] == AUTO and student.attention in (None, "sdpa", "eager")
     causal = config["attention"] == AUTO and student.attention in (None, "sdpa")  # padding is behind what is read
-    masked = merged if packed else padded and rows > 1 and not causal
     autocast = _autocast(config, bf16)
     sharding, shares = sharding_of(config), None
     if sharding.name == "FSDP" and sharding.gathers and student.bits is None and autocast is not None:
@@ -297,8 +296,9 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         # documents that attention reads by their lengths take what as many rows without padding take
         rows=1 if merged and not by_lengths else rows,
         length=longest * rows if merged and not by_lengths else longest,
-        masked=masked and not flash and not by_lengths,
+        masked=(merged if packed else padded and rows > 1 and not causal) and not flash and not by_lengths,
         by_lengths=by_lengths,
+        own_attention=config["attention"] == AUTO and autocast in (torch.bfloat16, torch.float16),
         optimizer=OPTIMIZERS[args.optim],
         accumulation=config["gradient_accumulation_steps"],
         teacher=teacher,
