@@ -41,6 +41,14 @@ def is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_ENDINGS)
 
 
+def hint_of_folder(config: str, name: str) -> str:
+    """Say where a missing file is, if that is next to the configuration, or return an empty text."""
+    beside = Path(config).parent / Path(name).expanduser()
+    if Path(config).parent == Path() or not beside.exists():
+        return ""
+    return f". There is {beside}, but names are looked for from the folder in which the command runs."
+
+
 def refuse_missing(what: str, name: object) -> None:
     """Raise where a model's name can only be a path, and nothing is there.
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from .. import plugins
-from ..common.files import EXPECTED, SUFFIXES, is_path, kind_of_file
+from ..common.files import EXPECTED, SUFFIXES, hint_of_folder, is_path, kind_of_file
 from ..common.options import OptionValues, complaints, did_you_mean, read
 from ..errors import ConfigError
 from ..kernels.divergence_kinds import REMOVED as REMOVED_KINDS
@@ -106,7 +106,7 @@ def _check_settings(
     if "env" in known and not allow_env:
         problems += variables_not_allowed(known["env"])
     if paths:
-        problems += missing_paths({key: setting for key, setting in known.items() if key not in wrong})
+        problems += missing_paths({key: setting for key, setting in known.items() if key not in wrong}, label)
     if paths and "accelerate_config" in settings and "accelerate_config" not in wrong:
         engine = settings["accelerate_config"]
         message = None if engine.value is None else unknown_engine(engine.value)
@@ -264,7 +264,7 @@ _ALLOWED = re.compile(
 )
 
 
-def missing_paths(settings: Mapping[str, Setting]) -> Iterator[Finding]:
+def missing_paths(settings: Mapping[str, Setting], label: str = "") -> Iterator[Finding]:
     """Yield the settings that name a file or folder which is not there, or an adapter where a whole model is needed.
 
     Demos and the endings of files with rows are looked at too. What may be a hub id is not looked for."""
@@ -277,7 +277,9 @@ def missing_paths(settings: Mapping[str, Setting]) -> Iterator[Finding]:
                 except ConfigError as error:
                     yield Finding(setting.place(path), key, str(error))
             elif is_path(value) and not found.exists():
-                yield Finding(setting.place(path), key, f"no such file or folder: {value}")
+                yield Finding(
+                    setting.place(path), key, f"no such file or folder: {value}{hint_of_folder(label, value)}"
+                )
             elif key == "dataset_name" and found.is_file() and kind_of_file(found) not in SUFFIXES:
                 yield Finding(setting.place(path), key, f"{found.name}: expected {EXPECTED}.")
             elif (

@@ -378,8 +378,9 @@ def notices(settings: Mapping[str, Setting], keys: Mapping[str, Key], recipe: st
         if not sampled and "lmbda" not in settings:
             yield Finding(teacher.where, "lmbda", DEFAULT_LMBDA)
     student = settings.get("model_name_or_path")
-    same = teacher is not None and student is not None and teacher.value == student.value
-    if same and recipe == "distill" and not any(key.startswith(_APART) for key in settings):
+    if teacher is None or student is None or recipe != "distill" or any(key.startswith(_APART) for key in settings):
+        return
+    if teacher.value == student.value:
         yield Finding(teacher.where, "teacher_model_name_or_path", ITSELF)
 
 

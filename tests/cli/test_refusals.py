@@ -27,6 +27,9 @@ def folder(tmp_path_factory):
     for place in ("run.yaml", "empty/config.yaml", "cut/config.yaml"):
         (folder / place).parent.mkdir(exist_ok=True)
         (folder / place).write_text(settings(bf16=False))
+    (folder / "sub").mkdir()
+    (folder / "sub" / "run.yaml").write_text("model_name_or_path: student\ndataset_name: beside.jsonl\n")
+    (folder / "sub" / "beside.jsonl").touch()
     (folder / "cut" / "model.safetensors").write_bytes(b"cut off")
     shutil.copy(folder / "student" / "config.json", folder / "cut")
     (folder / "list.json").write_text("[]")
@@ -110,6 +113,8 @@ REFUSED = [
     ("resume nowhere", 2, "nowhere: no such directory; expected the output_dir of a run."),
     ("preview run.yaml max_length=2", 4, "No row of the train dataset has a supervised token"),
     ("preview run.yaml dataset_name=missing.jsonl", 2, "no such file or directory"),
+    ("validate sub/run.yaml", 2, "beside.jsonl. There is sub/beside.jsonl, but names are looked for from the folder"),
+    ("preview sub/run.yaml", 2, "beside.jsonl. There is sub/beside.jsonl, but names are looked for from the folder"),
     ("preview run.yaml --rows 0", 2, "--rows"),
     ("eval student", 2, "holds no config.yaml"),
     ("eval nowhere", 2, "neither a file nor a built-in configuration"),

@@ -191,8 +191,8 @@ def test_the_verdict(recipe, before, after, tone, text):
 
 def test_a_verdict_by_few_rows_says_so():
     found = [verdict("sft", {"loss": 2.0}, {"loss": 1.0}, {}, rows) for rows in (2, 20, None)]
-    assert [verdict is not None and "say little" in verdict.text for verdict in found] == [True, False, False]
-    assert found[0] is not None and "2 rows say little: hold out more of them." in found[0].text
+    assert [verdict is not None and "which are few" in verdict.text for verdict in found] == [True, False, False]
+    assert found[0] is not None and "It is judged by 2 rows, which are few." in found[0].text
 
 
 def test_a_student_is_compared_with_its_teacher():

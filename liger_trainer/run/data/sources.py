@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import plugins
-from ...common.files import EXPECTED, LINES, PACKED, SUFFIXES, kind_of_file
+from ...common.files import EXPECTED, LINES, PACKED, SUFFIXES, hint_of_folder, kind_of_file
 from ...errors import ConfigError, DataError
 from ...plugins import DEMO, TASK
 from ...trainers.chat_rows import JsonAsWritten, encoded, other_separator
@@ -301,7 +301,7 @@ def load_source(config: "RunConfig", bad: BadRows) -> LoadedDataset:
     if path.is_dir():
         return _load_directory(config, bad, path)
     if path.is_absolute() or name.startswith((".", "~")) or kind_of_file(path) in SUFFIXES:
-        raise config.error("dataset_name", f"no such file or directory: {name}")
+        raise config.error("dataset_name", f"no such file or directory: {name}{hint_of_folder(config.source, name)}")
     return _load_hub(config)
 
 

@@ -94,7 +94,7 @@ def verdict(
     who = "student" if recipe == "distill" else "model"
     shown = [first, *(row for row in judged[1:] if row.metric in ("agreement_at_1", "perplexity"))]
     moves = ", ".join(_move(row, before[row.metric], after[row.metric]) for row in shown)
-    few = f" {rows} rows say little: hold out more of them." if rows is not None and rows < FEW_ROWS else ""
+    few = f" It is judged by {rows} rows, which are few." if rows is not None and rows < FEW_ROWS else ""
     text = f"The {who} {word} on rows that it was not trained on: {moves}.{few}{beside_teacher(models)}"
     return Verdict(text, tone)
 
