@@ -57,13 +57,10 @@ def capture(context: typer.Context, config: Config, overrides: Overrides = None)
 
     Arguments after -- go to accelerate launch: its processes share the rows out.
     """
-    from ..config.run_config import load_run_config
     from ..run.launch import as_rank, launch
 
-    plain = load_run_config(config, overrides or [])
-    if plain.recipe != "distill":  # `teacher=cache` would be blamed
-        raise plain.error("recipe", f"a cache is of a teacher; this is `recipe: {plain.recipe}`.")
-    settings = checked(config, overrides, "teacher=cache").on_this_machine()
+    # a recipe without a teacher would else be told of `teacher`, which nobody has set
+    settings = checked(config, overrides, "recipe=distill", "teacher=cache").on_this_machine()
     if settings.recipe != "distill" or not settings["teacher_model_name_or_path"]:
         raise settings.error("teacher_model_name_or_path", "missing; a capture needs the teacher itself.")
     if context.obj:

@@ -106,7 +106,11 @@ REFUSED = [
     ("preview run.yaml use_peft=true lora_target_modules=w", 2, "student has no module called 'w'. It has"),
     (f"{CHATS} assistant_only_loss=true", 2, "command line: assistant_only_loss: this model's chat template does"),
     ("chat nowhere", 2, "nowhere cannot be loaded: there is no such folder in"),
-    ("cache capture run.yaml", 2, "recipe: a cache is of a teacher; this is `recipe: sft`"),
+    (
+        "cache capture run.yaml teacher_cache_dir=c",
+        2,
+        "teacher_model_name_or_path: missing; a capture needs the teacher itself.",
+    ),
     ("merge student merged", 2, "student holds no adapter (adapter_config.json). It is a whole model already."),
     ("chat .", 2, ". holds no model. Expected a model, a finished run or one of its checkpoints."),
     ("merge nowhere merged", 2, "nowhere: no such directory; expected a run, a checkpoint or an adapter."),
