@@ -7,6 +7,7 @@ import io
 import json
 import shlex
 import shutil
+from importlib.util import find_spec
 
 import pytest
 from commands import call, refused, save_models, settings, texts, write_rows
@@ -63,10 +64,11 @@ REFUSED = [
     ("doctor lama", 2, "Did you mean llama"),
     ("selfcheck --dtype int8", 2, "expected float32, bfloat16, float16, got int8"),
     ("selfcheck --device nonsense", 2, "nonsense"),
-    (
+    pytest.param(
         "run run.yaml load_in_4bit=true use_peft=true",
         2,
         "command line: load_in_4bit: true needs bitsandbytes, which is not installed",
+        marks=pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed"),
     ),
     (
         "run run.yaml attn_implementation=flash_attention_2",
