@@ -12,6 +12,21 @@ _GRANITE = {
     "vocab_size": 49159, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "tie_word_embeddings": True,
 }  # fmt: skip
+
+
+def _gemma4(hidden: int, intermediate: int, layers: int, windows: int, **more: Any) -> tuple[str, dict[str, Any]]:
+    """Gemma 4 with its towers, whose sizes are transformers' defaults; so many windows to a layer that sees all."""
+    text = _sizes(
+        hidden, intermediate, layers, 8, vocab_size=262144, head_dim=256, sliding_window=512,
+        final_logit_softcapping=30.0, **more,
+    )  # fmt: skip
+    text["layer_types"] = [*["sliding_attention"] * windows, "full_attention"] * (layers // (windows + 1))
+    return "gemma4", {
+        "architectures": ["Gemma4ForConditionalGeneration"], "text_config": text, "audio_config": {},
+        "vision_config": {"use_clipped_linears": True},
+    }  # fmt: skip
+
+
 _SMALL_VISION = {"depth": 12, "hidden_size": 768, "intermediate_size": 3072, "num_heads": 12}
 _VISION = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16}
 _SIGLIP = {
@@ -89,6 +104,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": _SIGLIP,
         },
     ),
+    "google/gemma-4-E2B-it": _gemma4(
+        1536, 6144, 35, 4, num_key_value_heads=1, num_kv_shared_layers=20, use_double_wide_mlp=True
+    ),
+    "google/gemma-4-E4B-it": _gemma4(2560, 10240, 42, 5, num_key_value_heads=2, num_kv_shared_layers=18),
 }  # fmt: skip
 PARAMETERS = {
     "Qwen/Qwen3-0.6B": 596_049_920,
@@ -107,6 +126,8 @@ PARAMETERS = {
     "openai/gpt-oss-20b": 20_914_757_184,
     "google/gemma-3-1b-it": 999_885_952,
     "google/gemma-3-4b-it": 4_300_079_472,
+    # less keys' and values' weights of the layers that take others' and are not loaded, and what are buffers
+    "google/gemma-4-E2B-it": 5_123_178_979 - 18_880_512 - 963,
 }
 """As their pages count them: what shows a wrong size above."""
 

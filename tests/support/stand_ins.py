@@ -18,6 +18,8 @@ from liger_trainer.config.run_config import RunConfig
 # model id: (its architecture here, TRL's name for a chat template as its own if answers are marked in it, or TRL can)
 MODELS = {
     "demo:smollm2-135m-instruct": ("llama", None),
+    "google/gemma-4-E2B-it": ("gemma4", None),
+    "google/gemma-4-E4B-it": ("gemma4", None),
     "HuggingFaceTB/SmolLM3-3B": ("smollm3", "lfm2_training"),  # ChatML with marks
     "google/gemma-3-1b-it": ("gemma3_text", "gemma3"),
     "google/gemma-3-4b-it": ("gemma3", "gemma3"),
@@ -72,6 +74,21 @@ ARCHITECTURES = {
         {
             "text_config": {**LAYERS, **GEMMA}, "vision_config": VISION, "mm_tokens_per_image": 4,
             "image_token_index": VOCAB - 6, "boi_token_index": VOCAB - 7, "eoi_token_index": VOCAB - 8,
+        },
+    ),
+    "gemma4": (
+        "Gemma4Config",
+        {
+            "architectures": ["Gemma4ForConditionalGeneration"], "audio_config": None,
+            "text_config": {
+                **LAYERS, **GEMMA, "global_head_dim": 16, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2,
+                "vocab_size_per_layer_input": VOCAB, "num_hidden_layers": 4, "use_double_wide_mlp": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            "vision_config": {
+                "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "num_key_value_heads": 2, "head_dim": 8, "patch_size": 8, "position_embedding_size": 16,
+            },
         },
     ),
     "gpt_oss": (
