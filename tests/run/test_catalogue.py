@@ -22,16 +22,15 @@ from liger_trainer.run.launch import launcher_arguments
 NAMES = list(built_in_configs())
 TRAINED = {
     "gemma3/distill_cached_1b", "gemma3/sft_qlora_4b", "gemma4/distill_lora_e2b", "gpt-oss/sft_lora_20b",
-    "granite/sft_full_2b", "llama3/distill_full_1b",
-    "mistral/distill_lora_7b", "phi4/sft_lora_mini", "qwen3.5/distill_full_0.8b", "qwen3/distill_on_policy_0.6b",
-    "smollm2/distill_layerdrop", "smollm2/distill_pruned", "smollm2/distill_task", "smollm2/sft_task",
-    "smollm3/sft_lora_3b",
+    "granite4/sft_full_micro", "llama3/distill_full_1b", "mistral/distill_lora_7b", "qwen3.5/distill_full_0.8b",
+    "qwen3/distill_on_policy_0.6b", "smollm2/distill_layerdrop", "smollm2/distill_pruned", "smollm2/distill_task",
+    "smollm2/sft_task", "smollm3/sft_lora_3b",
 }  # fmt: skip
 
 
 def kind(name: str) -> str:
     """`distill_lora` of `qwen3/distill_lora_0.6b`: the name without the size and the number of GPUs."""
-    return re.sub(r"(_e?[\d.]+b|_mini)?(_\dgpu)?$", "", name.partition("/")[2])
+    return re.sub(r"(_e?[\d.]+b|_micro)?(_\dgpu)?$", "", name.partition("/")[2])
 
 
 def source_of(name: str) -> str:
@@ -43,7 +42,7 @@ def stand_ins(tmp_path_factory) -> StandIns:
     return StandIns(tmp_path_factory.mktemp("stand-ins"))
 
 
-FAMILIES = "gemma3 gemma4 gpt-oss granite llama3 mistral phi4 qwen3 qwen3.5 smollm2 smollm3"
+FAMILIES = "gemma3 gemma4 gpt-oss granite4 llama3 mistral qwen3 qwen3.5 smollm2 smollm3"
 
 
 def test_the_catalogue_is_there():
@@ -66,7 +65,7 @@ def test_the_table_of_the_documentation_has_all_of_them():
     for row in rows:
         family, *cells = (cell.strip(" `") for cell in row.strip("|").split("|"))
         for kind, cell in zip(kinds, cells, strict=True):
-            listed |= {f"{family}/{kind}_{size.lower()}" for size in re.findall(r"E?[\d.]+[BM]|mini", cell)}
+            listed |= {f"{family}/{kind}_{size.lower()}" for size in re.findall(r"E?[\d.]+[BM]|micro", cell)}
     several = {re.sub(r"_\dgpu$", "", name) for name in NAMES}
     smallest = {f"smollm2/{name}_135m" for name in ("sft_full", "sft_lora", "distill_lora", "distill_cached")}
     smallest |= {f"smollm2/distill_{kind}_135m" for kind in ("full", "on_policy")}  # full: those of layers left out

@@ -8,25 +8,11 @@ from transformers import AutoConfig
 
 _QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
 _LLAMA3 = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": True}
-_GRANITE = {
-    "vocab_size": 49159, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
+_GRANITE4 = {
+    "vocab_size": 100352, "position_embedding_type": "rope", "num_local_experts": 0, "num_experts_per_tok": 0,
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "tie_word_embeddings": True,
+    "layer_types": ["full_attention"] * 40,
 }  # fmt: skip
-
-
-def _gemma4(hidden: int, intermediate: int, layers: int, windows: int, **more: Any) -> tuple[str, dict[str, Any]]:
-    """Gemma 4 with its towers, whose sizes are transformers' defaults; so many windows to a layer that sees all."""
-    text = _sizes(
-        hidden, intermediate, layers, 8, vocab_size=262144, head_dim=256, sliding_window=512,
-        final_logit_softcapping=30.0, **more,
-    )  # fmt: skip
-    text["layer_types"] = [*["sliding_attention"] * windows, "full_attention"] * (layers // (windows + 1))
-    return "gemma4", {
-        "architectures": ["Gemma4ForConditionalGeneration"], "text_config": text, "audio_config": {},
-        "vision_config": {"use_clipped_linears": True},
-    }  # fmt: skip
-
-
 _SMALL_VISION = {"depth": 12, "hidden_size": 768, "intermediate_size": 3072, "num_heads": 12}
 _VISION = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16}
 _SIGLIP = {
@@ -50,6 +36,19 @@ def _qwen3_5(hidden: int, intermediate: int, layers: int, heads: int, vision: di
     }  # fmt: skip
 
 
+def _gemma4(hidden: int, intermediate: int, layers: int, windows: int, **more: Any) -> tuple[str, dict[str, Any]]:
+    """Gemma 4 with its towers, whose sizes are transformers' defaults; so many windows to a layer that sees all."""
+    text = _sizes(
+        hidden, intermediate, layers, 8, vocab_size=262144, head_dim=256, sliding_window=512,
+        final_logit_softcapping=30.0, **more,
+    )  # fmt: skip
+    text["layer_types"] = [*["sliding_attention"] * windows, "full_attention"] * (layers // (windows + 1))
+    return "gemma4", {
+        "architectures": ["Gemma4ForConditionalGeneration"], "text_config": text, "audio_config": {},
+        "vision_config": {"use_clipped_linears": True},
+    }  # fmt: skip
+
+
 # model id: (model type, its sizes). SmolLM3's are the defaults of transformers' class.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-0.6B": ("qwen3", {**_QWEN3, **_sizes(1024, 3072, 28, 16)}),
@@ -66,18 +65,19 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "mistral",
         _sizes(4096, 14336, 32, 32, num_key_value_heads=8, head_dim=128, vocab_size=32768, sliding_window=None),
     ),
-    "microsoft/Phi-4-mini-instruct": (
-        "phi3",
-        _sizes(
-            3072, 8192, 32, 24, num_key_value_heads=8, vocab_size=200064, partial_rotary_factor=0.75,
-            sliding_window=None, pad_token_id=199999, tie_word_embeddings=True,
-        ),
+    "ibm-granite/granite-4.0-1b": (
+        "granitemoehybrid",
+        {
+            **_GRANITE4, **_sizes(2048, 4096, 40, 16, num_key_value_heads=4, shared_intermediate_size=4096),
+            "attention_multiplier": 0.0078125, "logits_scaling": 8.0,
+        },
     ),
-    "ibm-granite/granite-3.3-2b-instruct": (
-        "granite", {**_GRANITE, **_sizes(2048, 8192, 40, 32, logits_scaling=8.0, attention_multiplier=0.015625)},
-    ),
-    "ibm-granite/granite-3.3-8b-instruct": (
-        "granite", {**_GRANITE, **_sizes(4096, 12800, 40, 32, logits_scaling=16.0, attention_multiplier=0.0078125)},
+    "ibm-granite/granite-4.0-micro": (
+        "granitemoehybrid",
+        {
+            **_GRANITE4, **_sizes(2560, 8192, 40, 40, num_key_value_heads=8, shared_intermediate_size=8192),
+            "attention_multiplier": 0.015625, "logits_scaling": 10.0,
+        },
     ),
     "HuggingFaceTB/SmolLM3-3B": ("smollm3", _sizes(2048, 11008, 36, 16, num_key_value_heads=4, vocab_size=128256)),
     "Qwen/Qwen3.5-0.8B": _qwen3_5(1024, 3584, 24, 8, _SMALL_VISION, linear_num_value_heads=16),
@@ -116,7 +116,8 @@ PARAMETERS = {
     "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
-    "microsoft/Phi-4-mini-instruct": 3_836_021_760,
+    "ibm-granite/granite-4.0-1b": 1_631_750_144,
+    "ibm-granite/granite-4.0-micro": 3_402_836_480,
     "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
     # less the head for multi-token prediction, which transformers does not load
     "Qwen/Qwen3.5-0.8B": 873_438_784 - 20_452_864,

@@ -23,14 +23,13 @@ MODELS = {
     "HuggingFaceTB/SmolLM3-3B": ("smollm3", "lfm2_training"),  # ChatML with marks
     "google/gemma-3-1b-it": ("gemma3_text", "gemma3"),
     "google/gemma-3-4b-it": ("gemma3", "gemma3"),
-    "ibm-granite/granite-3.3-2b-instruct": ("granite", None),
-    "ibm-granite/granite-3.3-8b-instruct": ("granite", None),
+    "ibm-granite/granite-4.0-1b": ("granitemoehybrid", None),
+    "ibm-granite/granite-4.0-micro": ("granitemoehybrid", None),
     "openai/gpt-oss-20b": ("gpt_oss", "gptoss"),
     "outputs/smollm2/sft_task": ("llama", None),
     "meta-llama/Llama-3.1-8B-Instruct": ("llama", None),
     "meta-llama/Llama-3.2-1B-Instruct": ("llama", None),
     "meta-llama/Llama-3.2-3B-Instruct": ("llama", None),
-    "microsoft/Phi-4-mini-instruct": ("phi3", None),
     "mistralai/Mistral-7B-Instruct-v0.3": ("mistral", None),
     "Qwen/Qwen3.5-0.8B": ("qwen3_5", "qwen3_5_nothink"),
     "Qwen/Qwen3.5-2B": ("qwen3_5", "qwen3_5_nothink"),
@@ -96,8 +95,14 @@ ARCHITECTURES = {
         {**LAYERS, "head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "mistral": ("MistralConfig", {**LAYERS, "head_dim": 8, "sliding_window": None}),
-    "phi3": ("Phi3Config", {**LAYERS, "partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
-    "granite": ("GraniteConfig", {**LAYERS, "logits_scaling": 8.0, "embedding_multiplier": 12.0}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **LAYERS, "shared_intermediate_size": LAYERS["intermediate_size"], "num_local_experts": 0,
+            "num_experts_per_tok": 0, "position_embedding_type": "rope", "layer_types": ["full_attention"] * 3,
+            "mamba_n_heads": 4, "logits_scaling": 8.0, "embedding_multiplier": 12.0, "tie_word_embeddings": True,
+        },
+    ),
 }  # fmt: skip
 
 
