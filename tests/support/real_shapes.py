@@ -49,6 +49,11 @@ def _gemma4(hidden: int, intermediate: int, layers: int, windows: int, **more: A
     }  # fmt: skip
 
 
+def _lfm2(feed_forward: int, layers: int, attention: tuple[int, ...], adjusts: bool) -> dict[str, Any]:
+    sizes = _sizes(2048, feed_forward, layers, 32, num_key_value_heads=8, vocab_size=65536)
+    return {**sizes, "full_attn_idxs": list(attention), "block_auto_adjust_ff_dim": adjusts}
+
+
 # model id: (model type, its sizes). SmolLM3's are the defaults of transformers' class.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-0.6B": ("qwen3", {**_QWEN3, **_sizes(1024, 3072, 28, 16)}),
@@ -79,6 +84,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.015625, "logits_scaling": 10.0,
         },
     ),
+    "LiquidAI/LFM2-1.2B": ("lfm2", _lfm2(12288, 16, (2, 5, 8, 10, 12, 14), True)),
+    "LiquidAI/LFM2-2.6B": ("lfm2", _lfm2(10752, 30, (2, 6, 10, 14, 18, 21, 24, 27), False)),
     "HuggingFaceTB/SmolLM3-3B": ("smollm3", _sizes(2048, 11008, 36, 16, num_key_value_heads=4, vocab_size=128256)),
     "Qwen/Qwen3.5-0.8B": _qwen3_5(1024, 3584, 24, 8, _SMALL_VISION, linear_num_value_heads=16),
     "Qwen/Qwen3.5-2B": _qwen3_5(2048, 6144, 24, 8, _VISION, linear_num_value_heads=16),
@@ -118,6 +125,8 @@ PARAMETERS = {
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "ibm-granite/granite-4.0-1b": 1_631_750_144,
     "ibm-granite/granite-4.0-micro": 3_402_836_480,
+    "LiquidAI/LFM2-1.2B": 1_170_340_608,
+    "LiquidAI/LFM2-2.6B": 2_569_272_320,
     "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
     # less the head for multi-token prediction, which transformers does not load
     "Qwen/Qwen3.5-0.8B": 873_438_784 - 20_452_864,

@@ -20,6 +20,8 @@ MODELS = {
     "demo:smollm2-135m-instruct": ("llama", None),
     "google/gemma-4-E2B-it": ("gemma4", None),
     "google/gemma-4-E4B-it": ("gemma4", None),
+    "LiquidAI/LFM2-1.2B": ("lfm2", "lfm2"),
+    "LiquidAI/LFM2-2.6B": ("lfm2", "lfm2"),
     "HuggingFaceTB/SmolLM3-3B": ("smollm3", "lfm2_training"),  # ChatML with marks
     "google/gemma-3-1b-it": ("gemma3_text", "gemma3"),
     "google/gemma-3-4b-it": ("gemma3", "gemma3"),
@@ -50,6 +52,7 @@ VISION = {
 # architecture: (configuration class, its options): those of the models above that change which code runs
 ARCHITECTURES = {
     "llama": ("LlamaConfig", {**LAYERS, "tie_word_embeddings": True}),
+    "lfm2": ("Lfm2Config", {**LAYERS, "layer_types": ["conv", "full_attention", "conv"]}),
     "smollm3": ("SmolLM3Config", {**LAYERS, "no_rope_layer_interval": 2}),
     "qwen3": ("Qwen3Config", {**LAYERS, "head_dim": 8, "tie_word_embeddings": True}),
     "qwen3_5": (
