@@ -22,9 +22,10 @@ from liger_trainer.run.launch import launcher_arguments
 NAMES = list(built_in_configs())
 TRAINED = {
     "gemma3/distill_cached_1b", "gemma3/sft_qlora_4b", "gemma4/distill_lora_e2b", "gpt-oss/sft_lora_20b",
-    "granite4/sft_full_micro", "lfm2/distill_full_1.2b", "llama3/distill_full_1b", "mistral/distill_lora_7b",
-    "qwen3.5/distill_full_0.8b", "qwen3/distill_on_policy_0.6b", "smollm2/distill_layerdrop", "smollm2/distill_pruned",
-    "smollm2/distill_task", "smollm2/sft_task", "smollm3/sft_lora_3b",
+    "granite4/sft_full_micro", "lfm2/distill_full_1.2b", "llama3/distill_full_1b", "ministral3/sft_full_3b",
+    "mistral/distill_lora_7b", "qwen3.5/distill_full_0.8b", "qwen3/distill_on_policy_0.6b",
+    "smollm2/distill_layerdrop", "smollm2/distill_pruned", "smollm2/distill_task", "smollm2/sft_task",
+    "smollm3/sft_lora_3b",
 }  # fmt: skip
 
 
@@ -42,7 +43,7 @@ def stand_ins(tmp_path_factory) -> StandIns:
     return StandIns(tmp_path_factory.mktemp("stand-ins"))
 
 
-FAMILIES = "gemma3 gemma4 gpt-oss granite4 lfm2 llama3 mistral qwen3 qwen3.5 smollm2 smollm3"
+FAMILIES = "gemma3 gemma4 gpt-oss granite4 lfm2 llama3 ministral3 mistral qwen3 qwen3.5 smollm2 smollm3"
 
 
 def test_the_catalogue_is_there():

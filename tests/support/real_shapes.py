@@ -54,6 +54,17 @@ def _lfm2(feed_forward: int, layers: int, attention: tuple[int, ...], adjusts: b
     return {**sizes, "full_attn_idxs": list(attention), "block_auto_adjust_ff_dim": adjusts}
 
 
+def _ministral3(hidden: int, intermediate: int, layers: int, tied: bool) -> tuple[str, dict[str, Any]]:
+    """Ministral 3, with Mistral Small's vision tower, transformers' default."""
+    text = _sizes(
+        hidden, intermediate, layers, 32, num_key_value_heads=8, head_dim=128, vocab_size=131072,
+        model_type="ministral3", tie_word_embeddings=tied,
+    )  # fmt: skip
+    return "mistral3", {
+        "architectures": ["Mistral3ForConditionalGeneration"], "text_config": text, "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
 # model id: (model type, its sizes). SmolLM3's are the defaults of transformers' class.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-0.6B": ("qwen3", {**_QWEN3, **_sizes(1024, 3072, 28, 16)}),
@@ -84,6 +95,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.015625, "logits_scaling": 10.0,
         },
     ),
+    "mistralai/Ministral-3-3B-Instruct-2512-BF16": _ministral3(3072, 9216, 26, True),
+    "mistralai/Ministral-3-8B-Instruct-2512-BF16": _ministral3(4096, 14336, 34, False),
     "LiquidAI/LFM2-1.2B": ("lfm2", _lfm2(12288, 16, (2, 5, 8, 10, 12, 14), True)),
     "LiquidAI/LFM2-2.6B": ("lfm2", _lfm2(10752, 30, (2, 6, 10, 14, 18, 21, 24, 27), False)),
     "HuggingFaceTB/SmolLM3-3B": ("smollm3", _sizes(2048, 11008, 36, 16, num_key_value_heads=4, vocab_size=128256)),
@@ -125,6 +138,8 @@ PARAMETERS = {
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "ibm-granite/granite-4.0-1b": 1_631_750_144,
     "ibm-granite/granite-4.0-micro": 3_402_836_480,
+    "mistralai/Ministral-3-3B-Instruct-2512-BF16": 3_849_090_048,
+    "mistralai/Ministral-3-8B-Instruct-2512-BF16": 8_918_026_240,
     "LiquidAI/LFM2-1.2B": 1_170_340_608,
     "LiquidAI/LFM2-2.6B": 2_569_272_320,
     "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,

@@ -32,6 +32,8 @@ MODELS = {
     "meta-llama/Llama-3.1-8B-Instruct": ("llama", None),
     "meta-llama/Llama-3.2-1B-Instruct": ("llama", None),
     "meta-llama/Llama-3.2-3B-Instruct": ("llama", None),
+    "mistralai/Ministral-3-3B-Instruct-2512-BF16": ("mistral3", None),
+    "mistralai/Ministral-3-8B-Instruct-2512-BF16": ("mistral3", None),
     "mistralai/Mistral-7B-Instruct-v0.3": ("mistral", None),
     "Qwen/Qwen3.5-0.8B": ("qwen3_5", "qwen3_5_nothink"),
     "Qwen/Qwen3.5-2B": ("qwen3_5", "qwen3_5_nothink"),
@@ -96,6 +98,14 @@ ARCHITECTURES = {
     "gpt_oss": (
         "GptOssConfig",
         {**LAYERS, "head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "mistral3": (
+        "Mistral3Config",
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"], "tie_word_embeddings": True,
+            "text_config": {**LAYERS, "model_type": "ministral3", "head_dim": 8, "tie_word_embeddings": True},
+            "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8}, "image_token_index": VOCAB - 6,
+        },
     ),
     "mistral": ("MistralConfig", {**LAYERS, "head_dim": 8, "sliding_window": None}),
     "granitemoehybrid": (
