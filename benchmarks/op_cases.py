@@ -6,11 +6,14 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .operands import Draw, Operands, outputs_of
 from .reference import at_least_fp32, divergence
@@ -19,6 +22,7 @@ from .trainer_cases import draw_lengths
 EPS = 1e-6
 HEAD_DIM = 128
 SEQUENCE = 2048  # tokens of one sequence; more tokens are more sequences
+BLOCK = 1024  # queries whose scores plain attention with windows or sinks has at a time
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class OpCase:
     transposed: bool = False  # heads outermost, as a view: what a projection leaves behind
     hidden_size: int = 0
     document: int = 0  # tokens of each document; 0: of a real mix
+    window: int | None = None  # how many tokens attention sees
+    sinks: bool = False  # whether each head has one, as gpt-oss'
     grad_output: float = 1.0  # of a loss
     host: bool = False  # also the wall time of a short sequence
     default: bool = True
@@ -73,11 +79,16 @@ class OpCase:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        return self.op.leaves
+        return self.op.leaves + ("sinks",) * self.sinks
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords of the op besides its tensors."""
+        return {} if self.window is None else {"window": self.window}
 
     @property
     def plain(self) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-        return self.op.plain
+        return partial(self.op.plain, **self.options)
 
     shared = ()  # a loss has a row of every tensor for each token
 
@@ -113,10 +124,10 @@ def bytes_moved(case: OpCase, operands: Operands) -> dict[str, int]:
     outputs = {f"out{i}": x.nbytes for i, x in enumerate(operands.upstream)}  # a gradient has its output's size
     scalars = sum(outputs.values()) if op.is_loss else 0
     forward = sum(sizes.values()) + sum(outputs.values()) - scalars
-    reads, writes = inputs if op.reads is None else op.reads, op.leaves if op.writes is None else op.writes
+    reads, writes = inputs if op.reads is None else op.reads, case.leaves if op.writes is None else op.writes
     sizes |= outputs
     backward = sum(outputs.values()) - scalars + sum(sizes[name] for name in (*reads, *writes))
-    gradients = sum(sizes[name] for name in op.leaves)
+    gradients = sum(sizes[name] for name in case.leaves)
     return {"forward": forward, "backward": backward, "both": forward + (gradients if op.is_loss else backward)}
 
 
@@ -270,23 +281,50 @@ def ends_of(case: OpCase, device: torch.device | str) -> Tensor:
 
 def _attention_flops(case: OpCase, name: str) -> float:
     """Return the operations of the products between tokens that see one another: two, and five in the backward."""
-    pairs = sum(length * (length + 1) // 2 for length in lengths_of(case))
+    lengths, window = lengths_of(case), case.window or case.tokens
+    pairs = sum(min(x, window) * (min(x, window) + 1) // 2 + max(0, x - window) * window for x in lengths)
     return 2 * pairs * case.heads[0] * case.width * {"forward": 2, "backward": 5, "both": 7}[name]
 
 
 def _attention_inputs(case: OpCase, draw: Draw) -> dict[str, Tensor]:
-    """Return q, k and v, (T, heads, D), and the ends."""
+    """Return q, k and v, (T, heads, D), the sinks, where there are any, and the ends."""
     heads = {"q": case.heads[0], "k": case.heads[1], "v": case.heads[1]}
     tensors = {name: draw.normal(case.tokens, count, case.width) for name, count in heads.items()}
-    return {**tensors, "ends": ends_of(case, draw.generator.device)}
+    sinks = {"sinks": draw.normal(case.heads[0])} if case.sinks else {}
+    return {**tensors, **sinks, "ends": ends_of(case, draw.generator.device)}
 
 
-def one_by_one(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
-    """Attention of one document after the other."""
-    lengths = ends.diff().tolist()
-    parts = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)), strict=True)
-    outputs = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
-    return torch.cat(outputs, 2)[0].transpose(0, 1)
+def one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sinks: Tensor | None = None, window: int | None = None
+) -> Tensor:
+    """Attention of one document after the other; with windows or sinks by blocks, whose scores are made again."""
+    lengths, plain = ends.diff().tolist(), sinks is None and window is None
+    parts = list(zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)), strict=True))
+    if plain:
+        outputs = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
+    else:
+        outputs = [
+            checkpoint(_block, *part, sinks, start, window, use_reentrant=False)
+            for part in parts
+            for start in range(0, part[0].shape[2], BLOCK)
+        ]
+    return torch.cat(cast("list[Tensor]", outputs), 2)[0].transpose(0, 1)
+
+
+def _block(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, start: int, window: int | None) -> Tensor:
+    """The output of BLOCK queries of a document, from `start` on: (1, Hq, BLOCK, D)."""
+    end = min(start + BLOCK, q.shape[2])
+    first = max(0, start - window + 1) if window else 0
+    rows = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
+    seen = (rows >= 0) & (rows < (window or end))
+    grouped = q[0, :, start:end].unflatten(0, (k.shape[1], -1))  # (Hk, Hq / Hk, rows, D)
+    scores = grouped @ k[0, :, None, first:end].mT * q.shape[3] ** -0.5
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        extra = sinks.to(q.dtype).view(k.shape[1], -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, extra], 3)
+    shares = scores.softmax(3)[..., : end - first]
+    return (shares @ v[0, :, None, first:end]).flatten(0, 1)[None]
 
 
 RMS_NORM = Op("rms_norm", _norm("x"), rms_norm, ("x", "weight"))
@@ -316,6 +354,16 @@ OPS = (
     JSD, TVD, ATTENTION,
 )  # fmt: skip
 
+# Attention of today's models: heads of the queries and keys, columns, and the window, of one document.
+_OF_MODELS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("gpt-oss", {"width": 64, "heads": (64, 8), "window": 128, "sinks": True}),
+    ("gpt-oss-full", {"width": 64, "heads": (64, 8), "sinks": True}),
+    ("16+8-whole", {"width": 128, "heads": (16, 8)}),
+    ("gemma3-1b", {"width": 256, "heads": (4, 1), "window": 512}),
+    ("8+4x256-window", {"width": 256, "heads": (8, 4), "window": 1024}),
+    ("gemma3-1b-full", {"width": 256, "heads": (4, 1)}),
+    ("gemma4-e2b-full", {"width": 512, "heads": (8, 1)}),
+)
 _FP32 = {"tokens": 4096, "dtype": torch.float32}
 CASES = (
     OpCase("rms_norm-4096", RMS_NORM, 4096, host=True),
@@ -344,6 +392,11 @@ CASES = (
     OpCase("document_attention-32+8x64", ATTENTION, 64, heads=(32, 8)),
     OpCase("document_attention-16+8-rows", ATTENTION, 128, heads=(16, 8), document=1024),
     OpCase("document_attention-16+8-32768", ATTENTION, 128, 32768, heads=(16, 8)),
+    *(
+        OpCase(f"document_attention-{name}-{n}", ATTENTION, tokens=n, document=n, default=False, **sizes)
+        for name, sizes in _OF_MODELS
+        for n in (2048, 8192, 32768)
+    ),
 )
 
 _TINY = {"tokens": 24, "dtype": torch.float32}
@@ -354,5 +407,6 @@ SMOKE_CASES = (
     ),
     OpCase("rms_norm-40-bf16", RMS_NORM, 40, tokens=24),
     OpCase("rope-transposed", ROPE, **_TINY, heads=(4, 2), transposed=True),
+    OpCase("document_attention-40-sinks", ATTENTION, 40, **_TINY, heads=(4, 2), document=12, window=5, sinks=True),
     OpCase("cross_entropy-40-grad0.5", CROSS_ENTROPY, 40, **_TINY, grad_output=0.5),
 )

@@ -14,6 +14,7 @@ from .op_cases import ATTENTION, EPS, OPS, OpCase, ends_of, lengths_of
 from .suite import Provider
 
 Function = Callable[..., Any]
+DEVICE = "cuda"  # of the masks of blocks, which a provider makes before it sees tensors
 
 
 def kernel(name: str) -> Function:
@@ -104,42 +105,73 @@ UNFUSED = {"qk_norm_rope": lambda: norm_then_rope(our_norm("rms_norm"), kernel("
 
 
 def flash_attention(case: OpCase) -> Function:
-    """PyTorch's FlashAttention-2 (Dao 2023, arXiv:2307.08691) over documents of different lengths."""
-    attend, longest = torch.ops.aten._flash_attention_forward, max(lengths_of(case))
-    return lambda q, k, v, ends: attend(q, k, v, ends, ends, longest, longest, 0.0, True, False)[0]
+    """PyTorch's FlashAttention-2 (Dao 2023, arXiv:2307.08691) over documents of different lengths, or windows."""
+    if case.sinks:
+        raise NotImplementedError("it knows no sinks")
+    attend, longest, window = torch.ops.aten._flash_attention_forward, max(lengths_of(case)), case.window
+    sides = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+    return lambda q, k, v, ends, window=None: attend(
+        q, k, v, ends, ends, longest, longest, 0.0, window is None, False, **sides
+    )[0]
 
 
-def flex_attention(case: OpCase) -> Function:
-    """PyTorch's FlexAttention, compiled, with a mask of blocks that is made beforehand."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def sdpa(case: OpCase) -> Function:
+    """As transformers calls it for a row of one document: by is_causal, or repeated keys and a mask where there is a
+    window."""
+    if case.sinks or len(lengths_of(case)) > 1:
+        raise NotImplementedError("it knows no sinks, and one document")
+    length, group = case.tokens, case.heads[0] // case.heads[1]
+    mask = None
+    if case.window:
+        distance = torch.arange(length, device=DEVICE)[:, None] - torch.arange(length, device=DEVICE)
+        mask = ((distance >= 0) & (distance < case.window))[None, None]
+    repeated = mask is not None or case.width > 256  # which its fast kernels want
 
-    ends = ends_of(case, "cuda")
-    document = torch.searchsorted(ends, torch.arange(case.tokens, device="cuda", dtype=torch.int32), right=True)
-
-    def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return (query >= key) & (document[query] == document[key])
-
-    mask = create_block_mask(sees, None, None, case.tokens, case.tokens, device="cuda")
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
-
-    def attend(q: Any, k: Any, v: Any, ends: Any) -> Any:
+    def attend(q: Any, k: Any, v: Any, ends: Any, window: Any = None) -> Any:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return compiled(q, k, v, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        if repeated:
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        how: dict[str, Any] = {"is_causal": mask is None, "enable_gqa": not repeated}
+        return F.scaled_dot_product_attention(q, k, v, mask, **how)[0].transpose(0, 1)
 
     return attend
 
 
+def flex_attention(case: OpCase) -> Function:
+    """PyTorch's FlexAttention, compiled, with a mask of blocks that is made beforehand; sinks by its log-partition."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    ends, nearest = ends_of(case, DEVICE), case.window or case.tokens
+    document = torch.searchsorted(ends, torch.arange(case.tokens, device=DEVICE, dtype=torch.int32), right=True)
+
+    def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (query >= key) & (query - key < nearest) & (document[query] == document[key])
+
+    mask = create_block_mask(sees, None, None, case.tokens, case.tokens, device=DEVICE)
+
+    def attend(q: Any, k: Any, v: Any, sinks: Any = None) -> Any:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        found = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_lse=sinks is not None)
+        if sinks is None:
+            return found[0].transpose(0, 1)
+        output, lse = found
+        return (output * torch.sigmoid(lse - sinks[None, :, None])[..., None].to(q.dtype))[0].transpose(0, 1)
+
+    compiled: Any = torch.compile(attend, dynamic=False)
+    return lambda q, k, v, ends, sinks=None, window=None: compiled(q, k, v, sinks)
+
+
 def eager(case: OpCase) -> Function:
-    return case.op.plain
+    return case.plain
 
 
 def compiled(case: OpCase) -> Function:
-    return torch.compile(case.op.plain, dynamic=False)
+    return torch.compile(case.plain, dynamic=False)
 
 
 def _provider(name: str, title: str, builders: Mapping[str, Callable[[], Function]], ours: bool = False) -> Provider:
     kinds = tuple(builders)
-    return Provider(name, title, lambda case: builders[case.kind](), kinds, kinds, ours=ours)
+    return Provider(name, title, lambda case: partial(builders[case.kind](), **case.options), kinds, kinds, ours=ours)
 
 
 ALL = tuple(op.name for op in OPS)
@@ -151,6 +183,7 @@ PROVIDERS = (
     Provider("eager", "torch eager", eager, ALL, ALL),
     Provider("compile", "torch.compile", compiled, ALL, COMPILED),
     _provider("liger", "Liger", LIGER),
+    Provider("sdpa", "sdpa", sdpa, (ATTENTION.name,), ()),
     Provider("flash", "FlashAttention-2", flash_attention, (ATTENTION.name,), (ATTENTION.name,)),
     Provider("flex", "FlexAttention", flex_attention, (ATTENTION.name,), (ATTENTION.name,)),
 )

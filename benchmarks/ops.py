@@ -105,6 +105,8 @@ for the device."""
         parts += [f"{case.width} wide"] if case.width else [f"{case.heads[0]} and {case.heads[1]} heads of 128"]
         parts += ["heads outermost, as a view"] if case.transposed else []
         parts += [f"hidden size {case.hidden_size}"] if case.hidden_size else []
+        parts += [f"window {case.window}"] if case.window else []
+        parts += ["sinks"] if case.sinks else []
         parts += [f"grad_output {case.grad_output:g}"] if case.is_loss else []
         moved = [f"{name} {size / 1e6:.1f} MB" for name, size in outcome.bytes.items()]
         dtype = str(case.dtype).removeprefix("torch.")
@@ -128,7 +130,7 @@ for the device."""
 
     def case_data(self, outcome: CaseResult, timed: bool) -> dict[str, Any]:
         case = outcome.case
-        fields = ("tokens", "width", "heads", "transposed", "hidden_size")
+        fields = ("tokens", "width", "heads", "transposed", "hidden_size", "document", "window", "sinks")
         return {
             "name": case.name,
             "op": case.kind,

@@ -1,51 +1,52 @@
-"""The benchmark of attention on a CPU: what it checks, times and sweeps, on small tensors by Triton's interpreter."""
+"""The benchmark of attention: its plain torch by blocks, and the peers, on small tensors."""
+
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import attention
+from benchmarks import op_cases, op_providers
+from benchmarks.op_cases import ATTENTION, OpCase
+from liger_trainer.kernels.document_attention import document_attention_reference
 
-pytest.importorskip("triton", reason="Triton is not installed")
-SMALL = {
-    "D64 W128 sinks 64/8": (16, 4, 2, 16, True, True), "D128 full 16/8": (16, 2, 2, None, False, True),
-    "D512 full 8/1": (260, 2, 1, None, False, True),
-}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch, kernels):
-    monkeypatch.setattr(attention, "CASES", SMALL)
-    monkeypatch.setattr(attention, "S", 64)
-    monkeypatch.setattr(attention, "ENDS", [0, 5, 5, 30, 31, 50, 64])
-    monkeypatch.setattr(attention, "DEVICE", "cpu")
-    monkeypatch.setattr(attention, "DTYPE", torch.float16)
-    monkeypatch.setattr(attention.da, "tiles_of", lambda kind, *_: attention.da.Tiles(32, 32, 4, 1))
-    attention.da._launch.cache_clear()
+CASES = [
+    OpCase("plain", ATTENTION, 16, 24, torch.float32, heads=(4, 2), document=24),
+    OpCase("window", ATTENTION, 16, 24, torch.float32, heads=(4, 2), document=24, window=7),
+    OpCase("sinks", ATTENTION, 16, 24, torch.float32, heads=(4, 2), document=12, window=7, sinks=True),
+]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("case", SMALL)
-def test_ours_is_right(case, packed):
-    found = attention.check(case, packed)
-    assert found["ok"] and {"o", "dq", "dk", "dv"} <= set(found["errors"])
+def steps(case: OpCase, function: Any) -> list[torch.Tensor]:
+    operands = case.make_operands(torch.device("cpu"))
+    output = function(**operands.tensors)
+    return [output, *torch.autograd.grad(output, [operands.tensors[x] for x in case.leaves], operands.upstream[0])]
 
 
-def test_a_wrong_output_is_seen(monkeypatch):
-    right = attention.da.document_attention
-    monkeypatch.setattr(attention.da, "document_attention", lambda *args, **how: 1.02 * right(*args, **how))
-    assert not attention.check("D128 full 16/8", False)["ok"]
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_truth_by_blocks_is_the_reference(case, monkeypatch):
+    monkeypatch.setattr(op_cases, "BLOCK", 5)
+
+    def reference(q, k, v, ends, sinks=None):
+        return document_attention_reference(q, k, v, ends, window=case.window, sinks=sinks)
+
+    for found, expected in zip(steps(case, case.plain), steps(case, reference), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", SMALL)
-def test_providers_compute_the_same(case):
-    names = ("ours", "eager") if SMALL[case][4] else ("ours", "sdpa")
-    ours, theirs = (attention.step_of(name, case)() for name in names)
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a - b).float().norm() < 1e-2 * b.float().norm()
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("peer", ["sdpa", "flex"])
+def test_peers_compute_the_same(case, peer, monkeypatch):
+    monkeypatch.setattr(op_providers, "DEVICE", "cpu")
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)
+    build = {provider.name: provider.build for provider in op_providers.PROVIDERS}[peer]
+    if peer == "sdpa" and case.sinks:
+        with pytest.raises(NotImplementedError, match="sinks"):
+            build(case)
+        return
+    tensors = {name: x.detach() for name, x in case.make_operands(torch.device("cpu")).tensors.items()}
+    torch.testing.assert_close(build(case)(**tensors), case.plain(**tensors), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", SMALL)
-def test_each_kernel_is_launched_with_given_tiles(case):
-    for kind in attention.kinds_of(case):
-        for tiles, packed in (((16, 16, 4, 1), False), (None, True)):
-            attention.launches_of(case, kind, tiles, packed)()
+def test_pairs_outside_of_a_window_are_no_work():
+    whole, window = (case.flops("forward") / (4 * 4 * 16) for case in CASES[:2])
+    assert (whole, window) == (24 * 25 / 2, 7 * 8 / 2 + 17 * 7)
