@@ -411,7 +411,8 @@ def test_columns_of_a_csv_file_that_are_no_columns_say_why(load):
 def test_a_row_of_a_csv_file_with_more_cells_than_columns_is_refused(load):
     """pandas would take the prompt for the row's label, and the rest of the text for the completion."""
     quoted = 'prompt,completion\n"two\nlines, a comma",b\nc,"d, e"\n'
-    assert {*load("rows.csv", {"rows.csv": quoted}).train["completion"]} < {"b", "d, e"}
+    for begins in ("", "\n", " \n\n"):  # the columns are in the first line that says something
+        assert {*load("rows.csv", {"rows.csv": begins + quoted}).train["completion"]} < {"b", "d, e"}
     for name, content, complaint in (
         (
             "rows.csv",
@@ -419,6 +420,7 @@ def test_a_row_of_a_csv_file_with_more_cells_than_columns_is_refused(load):
             "rows.csv:2: expected 2 cells, as in the first line, got 3",
         ),
         ("rows.csv", f"{quoted}f,g,h\n", "rows.csv:5: expected 2 cells"),
+        ("rows.csv", f"\n{quoted}f,g,h\n", "rows.csv:6: expected 2 cells"),
         ("rows.csv", "text\none, two\n", "Put texts with a comma in double quotes."),
         ("rows.tsv", "prompt\tcompletion\na\tb\tc\n", "Put texts with a tab in double quotes."),
         ("rows.csv", "question;answer\na;b, c\nd;e, f\n", "The columns are separated by ';'"),

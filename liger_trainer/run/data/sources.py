@@ -465,7 +465,8 @@ def _check_cells(path: Path, separator: str) -> None:
     try:
         with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
             rows = csv.reader(file, delimiter=separator)
-            header, line = next(rows, []), 1
+            header = next((cells for cells in rows if "".join(cells).strip() or len(cells) > 1), [])
+            line = rows.line_num
             for cells in rows:
                 start, line = line + 1, rows.line_num
                 if len(cells) > len(header):
