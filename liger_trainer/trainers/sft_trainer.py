@@ -132,8 +132,7 @@ class LigerTrainer(SFTTrainer):
             super().__init__(*call.args, **call.kwargs)
         check_savable(self.model, self.processing_class)
         check_prefixes_kept(self.model, self.args)
-        if freezes:  # now there are adapters, and no optimizer yet
-            freeze_tower(self.model)
+        self._leave_out(freezes)  # now there are adapters, and no optimizer yet
         # Collators from the inside out. This one is around TRL's own. TRL's own configuration knows no such field, and
         # its labels stay as they are.
         self.data_collator = with_image_collator(
@@ -169,6 +168,14 @@ class LigerTrainer(SFTTrainer):
         for plugin in self.plugins():
             plugin.after_init(self)
         announce(str(self.patched.report))
+
+    def _leave_out(self, tower: bool) -> None:
+        """Train nothing of the vision tower, if `tower`, and add no auxiliary loss where there are no experts."""
+        if tower:
+            freeze_tower(self.model)
+        text_config = base_of(self.model).config.get_text_config()
+        if getattr(text_config, "num_local_experts", None) == 0:  # a dense model of a mixture's class: Granite 4.0
+            self.aux_loss_enabled = text_config.output_router_logits = False
 
     # rows, before training
 
