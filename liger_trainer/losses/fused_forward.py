@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -270,13 +270,22 @@ class LossOfOneForward:
             )
         if not self._calls:
             raise ConfigError(f"{self._model_name} does not compute its loss through `loss_function`.")
-        call = self._calls[-1]
+        call, outputs = self._calls[-1], _by_name(outputs)
         if len(self._calls) > 1 or _has_extra_loss(outputs, call.value):
             raise ConfigError(
                 f"The loss of {self._model_name} has other parts than its labels' tokens', so per-token values "
                 "do not make it up. Train it with transformers' Trainer, which takes the model's loss as it is."
             )
         return token_output(outputs, call.result, call.targets, self._options)
+
+
+def _by_name(outputs: Any) -> Mapping[str, Any]:
+    """Return loss and auxiliary loss by name of whatever a model has returned; the first of a tuple is its loss."""
+    if isinstance(outputs, dict):
+        return outputs
+    if isinstance(outputs, (tuple, list)) and not hasattr(outputs, "loss"):
+        return {"loss": outputs[0]}
+    return {name: getattr(outputs, name, None) for name in ("loss", "aux_loss")}
 
 
 def _has_extra_loss(outputs: Any, tokens_loss: Tensor) -> bool:
@@ -327,8 +336,12 @@ def _with_readable_logits(outputs: Any, skip: bool) -> Any:
         skip: nobody is expected to read them. With gradients they are dropped, without they are computed if need be.
     """
     drop = skip and torch.is_grad_enabled()
+    if hasattr(outputs, "_fields"):  # a named tuple keeps all of its fields
+        return type(outputs)(*(_readable(x, skip) for x in outputs))
     if isinstance(outputs, tuple):
         return tuple(_readable(x, skip) for x in outputs if not (drop and isinstance(x, DeferredLogits)))
+    if not isinstance(outputs, dict):  # an object of the model's own, whose logits compute themselves
+        return outputs
     if drop:
         return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
     if isinstance(outputs.get("logits"), DeferredLogits):

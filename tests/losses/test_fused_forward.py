@@ -4,8 +4,10 @@ import contextlib
 import copy
 import inspect
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -428,6 +430,40 @@ def test_what_a_checkpointed_loss_cannot_have_is_refused():
         with warnings.catch_warnings(action="ignore"):
             with pytest.raises(ConfigError, match="computes its loss inside of a checkpoint"):
                 model(**batch, **given)
+
+
+class Scores(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+OUTPUTS: dict[str, tuple[Callable, Callable]] = {
+    "tuple": (lambda out: (out.loss, out.logits), lambda got: got),
+    "list": (lambda out: [out.loss, out.logits], lambda got: got),
+    "named tuple": (lambda out: Scores(out.loss, out.logits), lambda got: (got.loss, got.logits)),
+    "dict": (dict, lambda got: (got["loss"], got["logits"])),
+    "object": (lambda out: SimpleNamespace(loss=out.loss, logits=out.logits), lambda got: (got.loss, got.logits)),
+}
+
+
+@pytest.mark.parametrize("form", OUTPUTS)
+@pytest.mark.parametrize("grad", [True, False])
+def test_outputs_are_of_the_form_that_the_model_returns(form, grad):
+    make, read = OUTPUTS[form]
+
+    class OfItsOwn(LlamaForCausalLM):
+        def forward(self, input_ids=None, attention_mask=None, labels=None):
+            return make(super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels))
+
+    model, batch = OfItsOwn(tiny_model().config).eval(), masked_batch()
+    with torch.set_grad_enabled(grad):
+        want = model(**batch)
+        FusedLoss(model)
+        got, tokens = model(**batch), model(**batch, fused_lm_head=True)
+        assert type(got) is type(want)
+        (loss, logits), (true_loss, true_logits) = read(got), read(want)
+        torch.testing.assert_close((loss, logits.clone(), tokens.loss), (true_loss, true_logits, true_loss))
+        model(**batch, skip_logits=True)
 
 
 @pytest.mark.parametrize("skip", [True, False])
