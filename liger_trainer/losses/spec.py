@@ -97,6 +97,8 @@ class BatchTargets:
         flat = aligned.reshape(-1)
         if ignore_index != IGNORE_INDEX:
             flat = flat.masked_fill(flat == ignore_index, IGNORE_INDEX)
+        if flat.dtype in (torch.int32, torch.int16):  # as TRL's own loss takes them
+            flat = flat.long()
         factors = None if weights is None else weights.values.reshape(-1).to(flat.device)
         rows = _selection(flat, num_items)
         return cls(flat, source.shape, shift_labels is None, num_items, rows, source, factors)

@@ -41,6 +41,7 @@ from .sequence_parallel import check_slices, ranks_summed, slice_documents
 from .step_graphs import PADDING, reduce_host_work
 from .student import (
     check_no_prefix,
+    check_not_compiled,
     check_prefixes_kept,
     check_savable,
     patch_student,
@@ -105,6 +106,7 @@ class LigerTrainer(SFTTrainer):
         # Before SFTTrainer's own, which loads the model, makes adapters and prepares the rows.
         call = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs)
         given, config = call.arguments, call.arguments.get("args")
+        check_not_compiled(given.get("model"))
         if config is None:  # TRL would make an SFTConfig, whose bf16 is an error on a CPU
             config = given["args"] = LigerConfig(f"{_last_name(given.get('model'))}-SFT")
         check_settings(given.get("train_dataset"), config)  # of images, which raw rows show

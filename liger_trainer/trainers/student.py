@@ -18,6 +18,7 @@ from ..common.files import refuse_missing
 from ..common.replacements import replaced
 from ..common.weights import adapter_at, load_whole
 from ..compat.models import note_as_loaded
+from ..compat.modules import is_compiled
 from ..compat.recognitions import TRL_CONSTRUCTOR, check
 from ..compat.trainers import is_prepared, unprepare
 from ..errors import ConfigError
@@ -128,6 +129,15 @@ def patched_sft_module(args: Any) -> AbstractContextManager[None]:
     if hasattr(sft_trainer, "BaseTunerLayer"):  # only the check of lm_head reads it there, and finds no instance of it
         changes["BaseTunerLayer"] = type("NoLayer", (), {})
     return replaced(sft_trainer, **changes)
+
+
+def check_not_compiled(model: Any) -> None:
+    """Raise ConfigError for what torch.compile has put around a model: the layers below could not be replaced."""
+    if isinstance(model, nn.Module) and is_compiled(model):
+        raise ConfigError(
+            f"model: expected the model itself, got the {type(model).__name__} that torch.compile has put around it. "
+            "Give the model, and set torch_compile=True or call model.compile()."
+        )
 
 
 def check_savable(model: Any, processing_class: Any) -> None:

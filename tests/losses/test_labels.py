@@ -8,6 +8,7 @@ import pytest
 import torch
 from families import build_class
 from labelled import batches
+from plain_models import without_labels
 from tiny import VOCAB, assert_same_gradients, masked_batch, named_gradients, shift_labels_of, tiny_model, train_args
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -306,3 +307,12 @@ def test_labels_that_the_model_moved_keep_the_teacher_aligned():
         results.append(model(**batch, teacher_logits=cached(shift_labels_of(batch["labels"])), fused_lm_head=True))
     torch.testing.assert_close(results[1].loss, results[0].loss)
     torch.testing.assert_close(results[1].forward_kl, results[0].forward_kl)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_labels_of_fewer_bits_are_learned_as_others(dtype):
+    model, batch = tiny_model(), masked_batch()
+    FusedLoss(model)
+    want = model(**batch).loss
+    assert model(**{**batch, "labels": batch["labels"].to(dtype)}).loss == want
+    assert model(**without_labels(batch), shift_labels=shift_labels_of(batch["labels"]).to(dtype)).loss == want

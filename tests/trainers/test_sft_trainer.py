@@ -166,6 +166,7 @@ REFUSED = {  # before training
     "an unknown option": (tiny_model, {"rms_norms": True}, "Unknown patch options: rms_norms. There are rope"),
     "no fused loss": (tiny_model, {"fused_linear_cross_entropy": False}, ON_LOGITS),
     "a loss on logits": (tiny_model, {"cross_entropy": True}, ON_LOGITS),
+    "compiled": (lambda: torch.compile(tiny_model()), None, "got the OptimizedModule .* set torch_compile=True"),
     "another loss": (with_another_loss, None, "has its own loss"),
     "a file that cannot be saved": (
         lambda: with_limit(-1), None, "generation_config could not be saved with the trained model: .*-1",
