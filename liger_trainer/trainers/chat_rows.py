@@ -11,7 +11,7 @@ row are kept as JSON: in Arrow's own mappings each would get the keys of all oth
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ MASKED = "train"  # false: nothing of the message is learned; `tidy` writes it
 MARKS = ("weight", "loss_weight", "train", "training", "loss")
 """Fields of a message that say whether it is learned: of OpenAI, LLaMA-Factory, axolotl and ms-swift."""
 TEXT_PARTS = ("text", "input_text", "output_text")
-_CHATS = ("messages", "prompt", "completion")
+CHATS = ("messages", "prompt", "completion")
 
 
 @dataclass(repr=False)
@@ -97,7 +97,7 @@ def is_plain(features: Any) -> bool:
     """Return whether every row is messages of role and text and nothing besides."""
     if features is None or not {"system", "tools", "chat_template_kwargs"}.isdisjoint(features):
         return False
-    return all(_plain_column(features[name]) for name in _CHATS if name in features)
+    return all(_plain_column(features[name]) for name in CHATS if name in features)
 
 
 def _plain_column(feature: Any) -> bool:
@@ -117,7 +117,7 @@ def tidy(row: dict[str, Any], images: bool) -> dict[str, Any]:
         DataError: see `message_problem`.
     """
     new: dict[str, Any] = {}
-    for name in _CHATS:
+    for name in CHATS:
         messages = row.get(name)
         if not isinstance(messages, list):
             continue
@@ -150,8 +150,10 @@ def _tidy_message(message: dict[str, Any], images: bool) -> dict[str, Any]:
 
 def message_problem(message: Any, images: bool, content: str = "content") -> str | None:
     """Return what is wrong with a message's marks or the parts of its content, or None."""
-    if not isinstance(message, dict):
-        return f"expected messages of role and content, got {message!r:.80}"
+    if not isinstance(message, dict) or (content == "content" and not isinstance(message.get("role"), str)):
+        shares = isinstance(message, dict) and "from" in message
+        hint = ". Name the column conversations, and it is read as ShareGPT's" if shares else ""
+        return f"expected messages of role and content, got {message!r:.80}{hint}"
     for mark in MARKS:
         value = message.get(mark)
         if value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
@@ -342,99 +344,6 @@ def check_tools(columns: Iterable[str]) -> None:
         )
 
 
-def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """Return the datasets among a trainer's arguments as `in_messages` makes them, or as its `formatting_func` does.
-
-    TRL decides by the columns what is learned, so it has to get these. Of rows with messages it would read the messages
-    and not what the function has made of them.
-
-    Raises:
-        DataError: the function returns something other than text.
-    """
-    text_field, prompt = getattr(args, "dataset_text_field", "text"), getattr(args, "alpaca_prompt", "instruction")
-    function = arguments.get("formatting_func")
-
-    def read(dataset: Any) -> Any:
-        if isinstance(dataset, Mapping):
-            return {name: read(part) for name, part in dataset.items()}
-        if function is None or not isinstance(dataset, Dataset | IterableDataset):
-            if not (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
-                _check_columns(dataset, text_field)
-            return in_messages(dataset, text_field, prompt)
-        return _formatted(dataset, function, text_field)
-
-    changed = {
-        name: read(arguments[name]) for name in ("train_dataset", "eval_dataset") if arguments.get(name) is not None
-    }
-    return changed if function is None else {**changed, "formatting_func": None}
-
-
-# Names of prompts and completions in many public datasets.
-_PAIRS = ("question", "answer"), ("query", "response"), ("instruction", "response"), ("input", "output")
-
-
-def other_separator(columns: Sequence[str]) -> str:
-    """Say by what the columns of a .csv file are separated where that is no comma, or return an empty text."""
-    found = next((sign for sign in ";\t|" if sign in columns[0]), None) if len(columns) == 1 else None
-    return f"The columns are separated by {found!r}; in a .csv file expected commas." if found else ""
-
-
-def no_usable_column(have: Iterable[str], text_field: str) -> str:
-    """Say which columns rows may have, which these have, and what of them looks like a slip."""
-    have = list(have)
-    read = {"messages", "prompt", "completion", "input_ids", "conversations", *ALPACA, text_field}
-    hints = [
-        f" Rename {name!r} to {plain!r}." for name in have if (plain := name.strip().lower()) in read and plain != name
-    ]
-    if pair := next((pair for pair in _PAIRS if {*pair} <= {*have}), None):
-        hints.append(f" Rename {pair[0]!r} to 'prompt' and {pair[1]!r} to 'completion'.")
-    if separated := other_separator(have):
-        hints.append(f" {separated}")
-    return (
-        f"no usable column. Expected messages, or prompt and completion, or {text_field} (named by "
-        "dataset_text_field), or input_ids, or conversations as in ShareGPT, or instruction and output as in Alpaca; "
-        f"the rows have: {', '.join(have)}.{''.join(hints)}"
-    )
-
-
-def _check_columns(dataset: Any, text_field: str) -> None:
-    """Raise DataError where the trainer would find nothing to read, or numbers where it reads text."""
-    if not isinstance(dataset, Dataset | IterableDataset):
-        return
-    have = column_names(dataset)
-    if "input_ids" in have:
-        return
-    check_preferences(dataset, text_field if text_field != "text" else None)
-    if {text_field, "messages", "prompt", "conversations"}.isdisjoint(have) and not {*ALPACA} <= {*have}:
-        raise DataError(no_usable_column(have, text_field))
-    features: Any = dataset.features or {}
-    for name in {text_field, "prompt", "completion", *ALPACA, *ALPACA_OPTIONAL} & features.keys():
-        dtype = getattr(features[name], "dtype", "string")
-        if dtype.startswith(("int", "uint", "float", "bool")):
-            # readers of CSV take a column that holds nothing for one of numbers
-            column = dataset.data.column(name) if isinstance(dataset, Dataset) else None
-            if column is None or column.null_count < len(column):
-                raise DataError(f"column {name!r}: expected text, got {dtype}. Cast it: dataset.cast_column(...).")
-
-
-def _formatted(dataset: Any, function: Callable, text_field: str) -> Any:
-    columns = set(column_names(dataset))
-    if "input_ids" in columns:
-        warnings.warn("formatting_func has no effect on rows that are tokenized.", stacklevel=2)
-        return dataset
-
-    def text(row: dict[str, Any]) -> dict[str, Any]:
-        made = function(row)
-        if not isinstance(made, str):
-            raise DataError(
-                f"formatting_func: expected the text of one row, got {made!r:.80}. TRL calls it with one row, not with "
-                "a batch."
-            )
-        return {text_field: made}
-
-    return dataset.map(text, remove_columns=sorted(columns & {*READ, text_field}))
-
-
 def split_last(dataset: Any) -> Any:
     """Return rows of messages as a prompt and the last answer as its completion; rows with a prompt as they are.
 
@@ -470,8 +379,10 @@ def split_last(dataset: Any) -> Any:
 
 
 def _messages(row: dict[str, Any]) -> dict[str, Any]:
-    messages = []
-    for message in row["conversations"]:
+    messages, turns = [], row["conversations"]
+    for message in turns if isinstance(turns, list) else [turns]:
+        if not isinstance(message, dict) or not ({"from", "value"} <= {*message} or {"role", "content"} <= {*message}):
+            raise DataError(f"column 'conversations': expected turns of from and value, got {message!r:.80}")
         names = ("from", "value") if "from" in message else ("role", "content")
         role, content = (message[name] for name in names)
         rest = {key: value for key, value in message.items() if key not in names}

@@ -5,7 +5,7 @@ Marks say which parts of messages are learned. They are made from any template t
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -84,10 +84,9 @@ def check_chats(
     wanted: list[type | None] = []
     rows: Any = dataset.select_columns(columns) if columns else ()
     for index, row in enumerate(rows):
-        messages = row.get("messages") or row.get("prompt")
+        messages = _chat(row, place(index))
         if not isinstance(messages, list):
             return
-        messages = [*messages, *(row.get("completion") or [])]
         reason = _empty_message(messages)
         if reason is None and only_answers and set(row) & {"messages", "completion"}:
             reason = no_answer(messages, NO_ANSWERS)
@@ -112,6 +111,20 @@ def check_chats(
             problem = str(error)
         if problem:
             raise DataError(f"{place(index)}: {problem}")
+
+
+def _chat(row: Mapping[str, Any], place: str) -> Any:
+    """Return the messages of a row, of prompt and completion where it has them, as TRL does.
+
+    Raises:
+        DataError: one of these columns is an empty list.
+    """
+    read = ("prompt", "completion") if "prompt" in row else ("messages",)
+    empty = next((name for name in read if row.get(name) == []), None)
+    if empty is not None:
+        raise DataError(f"{place}: column {empty!r}: expected messages, got an empty list.")
+    first = row.get(read[0])
+    return [*first, *(row.get("completion") or [])] if isinstance(first, list) and read[0] == "prompt" else first
 
 
 def _empty_message(messages: list[dict[str, Any]]) -> str | None:
@@ -180,7 +193,9 @@ def with_arguments(messages: list[dict[str, Any]], wanted: type) -> list[dict[st
         DataError: text that is no JSON where a mapping is wanted.
     """
 
-    def fitted(call: dict[str, Any]) -> dict[str, Any]:
+    def fitted(call: Any) -> dict[str, Any]:
+        if not isinstance(call, dict):
+            raise DataError(f"expected tool_calls as a list of mappings, got one of {call!r:.80}")
         function = call.get("function")
         if isinstance(function, dict):
             return {**call, "function": fitted(function)}

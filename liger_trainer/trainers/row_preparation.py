@@ -24,7 +24,6 @@ from ..errors import ConfigError, DataError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
 from ..teachers.row_keys import DocumentCollator, check_known, column_names, documents, row_key, rows_with
 from ..teachers.vocabulary import end_tokens
-from .chat_rows import datasets_in_messages
 from .chat_template import (
     check_chats,
     check_part,
@@ -34,6 +33,7 @@ from .chat_template import (
     template_for_training,
 )
 from .config import LigerDistillConfig
+from .given_datasets import datasets_in_messages
 from .host import RowsHost
 from .rows import LargestIds, RowFacts, check_ids, count_rows, has_only_prompts
 

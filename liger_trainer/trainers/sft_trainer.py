@@ -41,7 +41,6 @@ from .sequence_parallel import check_slices, ranks_summed, slice_documents
 from .step_graphs import PADDING, reduce_host_work
 from .student import (
     check_no_prefix,
-    check_not_compiled,
     check_prefixes_kept,
     check_savable,
     patch_student,
@@ -106,7 +105,6 @@ class LigerTrainer(SFTTrainer):
         # Before SFTTrainer's own, which loads the model, makes adapters and prepares the rows.
         call = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs)
         given, config = call.arguments, call.arguments.get("args")
-        check_not_compiled(given.get("model"))
         if config is None:  # TRL would make an SFTConfig, whose bf16 is an error on a CPU
             config = given["args"] = LigerConfig(f"{_last_name(given.get('model'))}-SFT")
         check_settings(given.get("train_dataset"), config)  # of images, which raw rows show
@@ -127,7 +125,7 @@ class LigerTrainer(SFTTrainer):
         self.row_facts, self.largest_ids = self.row_preparation.facts, self.row_preparation.largest_ids
         self.checkpoint_guard = CheckpointGuard(self)
         self.checkpoint_files = self.checkpoint_guard.files
-        with warnings.catch_warnings(), patched_sft_module(config), self.row_preparation.accepted():
+        with warnings.catch_warnings(), patched_sft_module(config, given.get("model")), self.row_preparation.accepted():
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             # And PEFT asks for checkpointing by the name of before transformers 5.23.
             warnings.filterwarnings("ignore", "`(label_smoothing_factor|is_gradient_checkpointing)`", FutureWarning)

@@ -108,13 +108,17 @@ def patch_student(model: Any, options: PatchOptions | None, loss: LossOptions, m
     return record
 
 
-def patched_sft_module(args: Any) -> AbstractContextManager[None]:
+def patched_sft_module(args: Any, model: Any) -> AbstractContextManager[None]:
     """Change two things in SFTTrainer's module while it constructs itself.
 
     A model that is given by its name must be there, with all its weights in its files, and be no adapter. And adapters
     on `lm_head`, which SFTTrainer refuses because its own fused head would leave them out, are let through: our loss
     includes them.
+
+    Raises:
+        ConfigError: torch.compile has wrapped the model.
     """
+    check_not_compiled(model)
     allowed = getattr(args, "allow_missing_weights", False)
 
     def load(name: str, **options: Any) -> Any:

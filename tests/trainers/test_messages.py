@@ -10,8 +10,9 @@ from tiny import WORDS, tiny_tokenizer
 from liger_trainer import LigerConfig
 from liger_trainer.errors import DataError
 from liger_trainer.run.data.sources import as_written
-from liger_trainer.trainers.chat_rows import as_json, datasets_in_messages, in_messages, is_plain, split_last
+from liger_trainer.trainers.chat_rows import as_json, in_messages, is_plain, split_last
 from liger_trainer.trainers.chat_template import check_chats, fit_arguments, fitting
+from liger_trainer.trainers.given_datasets import datasets_in_messages
 
 ASKED = {"role": "user", "content": "w1"}
 MARKED = (
@@ -212,6 +213,28 @@ REFUSED = {
         columns(messages=[answered({"content": None})]),
         "row 0 of the train dataset: expected text, got a message of assistant without any content",
     ),
+    "JSON": (columns(messages=["[]"]), r"'messages': expected a list of messages, got text. .*json.loads"),
+    "JSON of ShareGPT": (columns(conversations=["[]"]), "'conversations': expected a list of messages, got text"),
+    "lists of roles": (columns(messages=[{"role": ["user"], "content": ["w1"]}]), "got mappings of role, content"),
+    "ShareGPT by another name": (
+        columns(messages=[[{"from": "human", "value": "w1"}]]), "row 0: .*Name the column conversations",
+    ),
+    "turns of nothing": (columns(conversations=[[{"said": "w1"}]]), "row 0: .*expected turns of from and value"),
+    "no role": (columns(messages=[[{"content": "w1"}]]), "row 0: .*expected messages of role and content"),
+    "an empty chat": (columns(messages=[answered({"content": "w2"}), []]), "row 1 of the train.*got an empty list"),
+    "no chat": (columns(messages=[None, answered({"content": "w2"})]), "row 0: .*expected messages, got null"),
+    "no text": (
+        lambda: Dataset.from_dict({"text": [None, "w1", "w2", None]}).select([2, 1, 3]), "row 2: .*text, got null",
+    ),
+    "lists of text": (columns(text=[["w1"]]), "column 'text': expected text, got lists"),
+    "bytes": (columns(text=[b"w1"]), "column 'text': expected text, got binary"),
+    "text and messages": (
+        columns(prompt=["w1"], completion=[[{"role": "assistant", "content": "w2"}]]), "expected both as text, or both",
+    ),
+    "tokens in lists of lists": (columns(input_ids=[[[1, 2]]]), "'input_ids': expected a list of token ids"),
+    "fewer labels": (
+        columns(input_ids=[[1, 2], [1, 2]], labels=[[1, 2], [1]]), "row 1: .*got 1 labels of 2 tokens",
+    ),
     "prompts": (columns(prompt=["w1"]), "train dataset has prompts and no completions"),
 }  # fmt: skip
 
@@ -221,6 +244,19 @@ def test_rows_in_python_that_cannot_be_learned_are_refused(name):
     data, message = REFUSED[name]
     with pytest.raises(DataError, match=message):
         sft(data=data())
+
+
+def test_what_is_not_read_may_be_anything():
+    chat, pair = answered({"content": "w2"}), {"prompt": ["w1"], "completion": [" w2"]}
+    for rows in ({"messages": [chat], "input": [3], "text": [None]}, {"messages": [chat], **pair}):
+        assert len(sft(data=Dataset.from_dict(rows)).train_dataset) == 1
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "pandas", "arrow"])
+def test_rows_of_another_format_are_read_as_pythons(kind):
+    rows = Dataset.from_list([{"messages": answered({"content": "w2"})}, {"messages": answered({"content": "w3"})}])
+    got, want = (sft(data=data).train_dataset for data in (rows.with_format(kind), rows))
+    assert got["input_ids"] == want["input_ids"]
 
 
 def test_a_chat_without_an_answer_is_named_and_a_label_of_a_text_is_no_preference():

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, DataError
-from ...trainers.chat_rows import check_preferences, check_tools, in_messages, no_usable_column, split_last
+from ...trainers.chat_rows import check_preferences, check_tools, in_messages, split_last
+from ...trainers.given_datasets import no_usable_column
 from ...trainers.rows import NO_PROMPT
 from .row_checks import (
     CHAT_COLUMNS,

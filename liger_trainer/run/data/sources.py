@@ -16,7 +16,8 @@ from ... import plugins
 from ...common.files import EXPECTED, LINES, PACKED, SUFFIXES, hint_of_folder, kind_of_file
 from ...errors import ConfigError, DataError
 from ...plugins import DEMO, TASK
-from ...trainers.chat_rows import JsonAsWritten, encoded, other_separator
+from ...trainers.chat_rows import JsonAsWritten, encoded
+from ...trainers.given_datasets import other_separator
 from .row_checks import BadRows, form_of, kind_of, learned_answers, row_problem
 
 if TYPE_CHECKING:

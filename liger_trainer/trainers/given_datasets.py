@@ -1,0 +1,187 @@
+"""The datasets that a trainer is given: whether their columns hold what is read of them, and their rows as messages."""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, IterableDataset, Json, LargeList, List
+
+from ..errors import DataError
+from ..teachers.row_keys import column_names
+from .chat_rows import ALPACA, ALPACA_OPTIONAL, CHATS, READ, check_preferences, in_messages
+from .rows import values_of
+
+
+def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """Return the datasets among a trainer's arguments as `in_messages` makes them, or as its `formatting_func` does.
+
+    TRL decides by the columns what is learned, so it has to get these. Of rows with messages it would read the messages
+    and not what the function has made of them.
+
+    Raises:
+        DataError: the function returns something other than text.
+    """
+    text_field, prompt = getattr(args, "dataset_text_field", "text"), getattr(args, "alpaca_prompt", "instruction")
+    function = arguments.get("formatting_func")
+
+    def read(dataset: Any) -> Any:
+        if isinstance(dataset, Mapping):
+            return {name: read(part) for name, part in dataset.items()}
+        if function is None or not isinstance(dataset, Dataset | IterableDataset):
+            if not (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+                _check_columns(dataset, text_field)
+                dataset = _as_python(dataset)
+            return in_messages(dataset, text_field, prompt)
+        return _formatted(dataset, function, text_field)
+
+    changed = {
+        name: read(arguments[name]) for name in ("train_dataset", "eval_dataset") if arguments.get(name) is not None
+    }
+    return changed if function is None else {**changed, "formatting_func": None}
+
+
+# Names of prompts and completions in many public datasets.
+_PAIRS = ("question", "answer"), ("query", "response"), ("instruction", "response"), ("input", "output")
+
+
+def other_separator(columns: Sequence[str]) -> str:
+    """Say by what the columns of a .csv file are separated where that is no comma, or return an empty text."""
+    found = next((sign for sign in ";\t|" if sign in columns[0]), None) if len(columns) == 1 else None
+    return f"The columns are separated by {found!r}; in a .csv file expected commas." if found else ""
+
+
+def no_usable_column(have: Iterable[str], text_field: str) -> str:
+    """Say which columns rows may have, which these have, and what of them looks like a slip."""
+    have = list(have)
+    read = {"messages", "prompt", "completion", "input_ids", "conversations", *ALPACA, text_field}
+    hints = [
+        f" Rename {name!r} to {plain!r}." for name in have if (plain := name.strip().lower()) in read and plain != name
+    ]
+    if pair := next((pair for pair in _PAIRS if {*pair} <= {*have}), None):
+        hints.append(f" Rename {pair[0]!r} to 'prompt' and {pair[1]!r} to 'completion'.")
+    if separated := other_separator(have):
+        hints.append(f" {separated}")
+    return (
+        f"no usable column. Expected messages, or prompt and completion, or {text_field} (named by "
+        "dataset_text_field), or input_ids, or conversations as in ShareGPT, or instruction and output as in Alpaca; "
+        f"the rows have: {', '.join(have)}.{''.join(hints)}"
+    )
+
+
+def _check_columns(dataset: Any, text_field: str) -> None:
+    """Raise DataError where the trainer would find nothing to read, or numbers where it reads text."""
+    if not isinstance(dataset, Dataset | IterableDataset):
+        return
+    have = column_names(dataset)
+    if "input_ids" in have:
+        return _check_tokens(dataset)
+    check_preferences(dataset, text_field if text_field != "text" else None)
+    if {text_field, "messages", "prompt", "conversations"}.isdisjoint(have) and not {*ALPACA} <= {*have}:
+        raise DataError(no_usable_column(have, text_field))
+    features: Any = dataset.features or {}
+    read = _columns_read({*have}, text_field) & features.keys()
+    for name in sorted(read):
+        _check_column(dataset, name, name == text_field)
+    if len({isinstance(features[name], (List, LargeList)) for name in read & {"prompt", "completion"}}) > 1:
+        raise DataError("columns 'prompt' and 'completion': expected both as text, or both as lists of messages.")
+
+
+def _check_tokens(dataset: Any) -> None:
+    """Raise DataError where tokenized rows hold no lists of ids, or another number of labels than of ids."""
+    names = [name for name in ("input_ids", "labels") if name in (dataset.features or ())]
+    for name in names:
+        feature = dataset.features[name]
+        entries = getattr(getattr(feature, "feature", None), "dtype", "")
+        if not isinstance(feature, (List, LargeList)) or not entries.startswith(("int", "uint")):
+            raise DataError(f"column {name!r}: expected a list of token ids in each row, got {feature}.")
+    if len(names) < 2 or not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
+        return
+    lengths = (np.concatenate([np.diff(offsets) for _, offsets in values_of(dataset, name)]) for name in names)
+    tokens, labels = lengths if len(dataset) else (np.zeros(0), np.zeros(0))
+    if len(wrong := np.flatnonzero(tokens != labels)):
+        row = int(wrong[0])
+        raise DataError(
+            f"row {row}: expected as many labels as input_ids, got {labels[row]} labels of {tokens[row]} tokens."
+        )
+
+
+def _as_python(dataset: Any) -> Any:
+    """Return rows that come as arrays or frames as lists and texts; a transform stays, which TRL refuses."""
+    if not isinstance(dataset, Dataset) or dataset.format["type"] in (None, "custom"):
+        return dataset
+    return dataset.with_format(None, columns=dataset.format["columns"])
+
+
+def _columns_read(have: set[str], text_field: str) -> set[str]:
+    """Return which columns of rows with these are read."""
+    for names in (("prompt", "completion"), ("messages",)):
+        if names[0] in have:
+            return have & {*names}
+    if "conversations" in have:
+        return {"conversations"}
+    return {text_field} if text_field in have else have & {*ALPACA, *ALPACA_OPTIONAL}
+
+
+_NO_TEXT = (
+    "int",
+    "uint",
+    "float",
+    "bool",
+    "decimal",
+    "timestamp",
+    "date",
+    "time",
+    "duration",
+    "binary",
+    "large_binary",
+)
+
+
+def _check_column(dataset: Any, name: str, plain: bool) -> None:
+    """Raise DataError where a column holds something else than it is read as, or nothing in some row.
+
+    Args:
+        plain: whether it is read as nothing but text.
+    """
+    feature, chat = dataset.features[name], name in ("messages", "conversations")
+    dtype, nested = getattr(feature, "dtype", "string"), isinstance(feature, (List, LargeList, dict))
+    nulls = dataset.data.column(name).null_count if isinstance(dataset, Dataset) else 0
+    if isinstance(feature, dict) and (chat or name in CHATS):
+        raise DataError(f"column {name!r}: expected lists of messages, got mappings of {', '.join(feature)}.")
+    if chat and dtype == "string" and not nested and not isinstance(feature, Json):
+        raise DataError(
+            f"column {name!r}: expected a list of messages, got text. If it is JSON, read it: "
+            f"dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})."
+        )
+    if plain and nested:
+        raise DataError(f"column {name!r}: expected text, got {'mappings' if isinstance(feature, dict) else 'lists'}.")
+    # readers of CSV take a column that holds nothing for one of numbers
+    if dtype.startswith(_NO_TEXT) and (not isinstance(dataset, Dataset) or nulls < len(dataset.data)):
+        raise DataError(f"column {name!r}: expected text, got {dtype}. Cast it: dataset.cast_column(...).")
+    if nulls and (plain or name in CHATS):  # of rows that a selection may have left out
+        values = dataset.select_columns([name]).with_format("arrow")[:][name]
+        row = next((i for i, value in enumerate(values) if not value.is_valid), None)
+        if row is not None:
+            raise DataError(
+                f"row {row}: column {name!r}: expected {'messages' if chat else 'text'}, got null. Take "
+                f"such rows out: dataset.filter(lambda row: row[{name!r}] is not None)."
+            )
+
+
+def _formatted(dataset: Any, function: Callable, text_field: str) -> Any:
+    columns = set(column_names(dataset))
+    if "input_ids" in columns:
+        warnings.warn("formatting_func has no effect on rows that are tokenized.", stacklevel=2)
+        return dataset
+
+    def text(row: dict[str, Any]) -> dict[str, Any]:
+        made = function(row)
+        if not isinstance(made, str):
+            raise DataError(
+                f"formatting_func: expected the text of one row, got {made!r:.80}. TRL calls it with one row, not with "
+                "a batch."
+            )
+        return {text_field: made}
+
+    return dataset.map(text, remove_columns=sorted(columns & {*READ, text_field}))
