@@ -1,5 +1,6 @@
 """Tasks of EleutherAI's lm-evaluation-harness, for `liger-trainer eval --lm-eval`."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..plugins import LM_EVAL
+
+ALLOWS_CODE = "HF_ALLOW_CODE_EVAL"  # which `evaluate`'s metrics of code ask for too
 
 
 def harness(names: str) -> Callable[[Any], dict[str, float]]:
@@ -19,7 +22,8 @@ def harness(names: str) -> Callable[[Any], dict[str, float]]:
         a function from a trainer to its metrics, each named `lm_eval/<task>/<metric>`.
 
     Raises:
-        ConfigError: lm-eval is not installed, or has no such task.
+        ConfigError: lm-eval is not installed, or has no such task. The function: one runs what the model writes
+            (HumanEval), and HF_ALLOW_CODE_EVAL is not 1.
     """
     try:
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
@@ -42,7 +46,15 @@ def harness(names: str) -> Callable[[Any], dict[str, float]]:
             pretrained=trainer.accelerator.unwrap_model(trainer.model), tokenizer=tokenizer,
             batch_size=trainer.args.per_device_eval_batch_size,
         )  # fmt: skip
-        found: Any = lm_eval.simple_evaluate(model=model, tasks=tasks, task_manager=manager, log_samples=False)
+        try:
+            found: Any = lm_eval.simple_evaluate(
+                model=model, tasks=tasks, task_manager=manager, log_samples=False,
+                confirm_run_unsafe_code=os.environ.get(ALLOWS_CODE) == "1",
+            )  # fmt: skip
+        except ValueError as error:
+            if "unsafe" not in str(error):
+                raise
+            raise ConfigError(f"--lm-eval: {names} runs what the model writes: {ALLOWS_CODE}=1 allows it.") from None
         return {
             f"{LM_EVAL}{task}/{metric.removesuffix(',none')}": float(value)
             for task, metrics in found["results"].items()

@@ -180,6 +180,11 @@ def test_lm_eval_measures_the_model_on_a_task_of_its_own(folder, capsys, monkeyp
     )
     out, _ = done(call(capsys, "eval", "run.yaml", "--lm-eval", "words.yaml"))
     assert "lm_eval/words/word_perplexity" in out
+    words = (folder / "words.yaml").read_text().replace("task: words", "task: code\nunsafe_code: true")
+    (folder / "code.yaml").write_text(words)
+    refused(call(capsys, "eval", "run.yaml", "--lm-eval", "code.yaml"), 2, "runs what the model writes: HF_ALLOW_CODE")
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "1")
+    assert "lm_eval/code/word_perplexity" in done(call(capsys, "eval", "run.yaml", "--lm-eval", "code.yaml"))[0]
     refused(call(capsys, "eval", "run.yaml", "--lm-eval", "no_such_task"), 2, "no task 'no_such_task'")
 
 
