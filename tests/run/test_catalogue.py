@@ -31,7 +31,7 @@ TRAINED = {
 
 def kind(name: str) -> str:
     """`distill_lora` of `qwen3/distill_lora_0.6b`: the name without the size and the number of GPUs."""
-    return re.sub(r"(_e?[\d.]+b|_micro)?(_\dgpu)?$", "", name.partition("/")[2])
+    return re.sub(r"(_e?[\d.]+b|(_h)?_micro)?(_\dgpu)?$", "", name.partition("/")[2])
 
 
 def source_of(name: str) -> str:
@@ -66,7 +66,10 @@ def test_the_table_of_the_documentation_has_all_of_them():
     for row in rows:
         family, *cells = (cell.strip(" `") for cell in row.strip("|").split("|"))
         for kind, cell in zip(kinds, cells, strict=True):
-            listed |= {f"{family}/{kind}_{size.lower()}" for size in re.findall(r"E?[\d.]+[BM]|micro", cell)}
+            listed |= {
+                f"{family}/{kind}_{size.lower().replace('-', '_')}"
+                for size in re.findall(r"E?[\d.]+[BM]|(?:H-)?micro", cell)
+            }
     several = {re.sub(r"_\dgpu$", "", name) for name in NAMES}
     smallest = {f"smollm2/{name}_135m" for name in ("sft_full", "sft_lora", "distill_lora", "distill_cached")}
     smallest |= {f"smollm2/distill_{kind}_135m" for kind in ("full", "on_policy")}  # full: those of layers left out

@@ -97,6 +97,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistralai/Ministral-3-3B-Instruct-2512-BF16": _ministral3(3072, 9216, 26, True),
     "mistralai/Ministral-3-8B-Instruct-2512-BF16": _ministral3(4096, 14336, 34, False),
+    "ibm-granite/granite-4.0-h-micro": (
+        "granitemoehybrid",
+        {
+            **_GRANITE4, **_sizes(2048, 8192, 40, 32, num_key_value_heads=8, shared_intermediate_size=8192),
+            "attention_multiplier": 0.015625, "logits_scaling": 8.0, "position_embedding_type": "nope",
+            "mamba_n_heads": 64, "mamba_d_state": 128,
+            "layer_types": ["full_attention" if n in (5, 15, 25, 35) else "linear_attention" for n in range(40)],
+        },
+    ),
     "LiquidAI/LFM2-1.2B": ("lfm2", _lfm2(12288, 16, (2, 5, 8, 10, 12, 14), True)),
     "LiquidAI/LFM2-2.6B": ("lfm2", _lfm2(10752, 30, (2, 6, 10, 14, 18, 21, 24, 27), False)),
     "HuggingFaceTB/SmolLM3-3B": ("smollm3", _sizes(2048, 11008, 36, 16, num_key_value_heads=4, vocab_size=128256)),
@@ -137,6 +146,7 @@ PARAMETERS = {
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "ibm-granite/granite-4.0-1b": 1_631_750_144,
+    "ibm-granite/granite-4.0-h-micro": 3_191_396_096,
     "ibm-granite/granite-4.0-micro": 3_402_836_480,
     "mistralai/Ministral-3-3B-Instruct-2512-BF16": 3_849_090_048,
     "mistralai/Ministral-3-8B-Instruct-2512-BF16": 8_918_026_240,

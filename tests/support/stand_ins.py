@@ -26,6 +26,7 @@ MODELS = {
     "google/gemma-3-1b-it": ("gemma3_text", "gemma3"),
     "google/gemma-3-4b-it": ("gemma3", "gemma3"),
     "ibm-granite/granite-4.0-1b": ("granitemoehybrid", None),
+    "ibm-granite/granite-4.0-h-micro": ("granite hybrid", None),
     "ibm-granite/granite-4.0-micro": ("granitemoehybrid", None),
     "openai/gpt-oss-20b": ("gpt_oss", "gptoss"),
     "outputs/smollm2/sft_task": ("llama", None),
@@ -47,6 +48,11 @@ MODELS = {
 LAYERS = {**SIZES, "num_hidden_layers": 3}
 BYTE_LEVEL = {"vocab_size": 512, "pad_token_id": None, "eos_token_id": None}  # of a class that reads no other tokenizer
 GEMMA = {"head_dim": 8, "sliding_window": 8}
+GRANITE = {
+    **LAYERS, "shared_intermediate_size": LAYERS["intermediate_size"], "num_local_experts": 0, "num_experts_per_tok": 0,
+    "position_embedding_type": "rope", "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8,
+    "logits_scaling": 8.0, "embedding_multiplier": 12.0, "tie_word_embeddings": True,
+}  # fmt: skip
 VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "image_size": 28, "patch_size": 14,
@@ -108,13 +114,10 @@ ARCHITECTURES = {
         },
     ),
     "mistral": ("MistralConfig", {**LAYERS, "head_dim": 8, "sliding_window": None}),
-    "granitemoehybrid": (
+    "granitemoehybrid": ("GraniteMoeHybridConfig", {**GRANITE, "layer_types": ["full_attention"] * 3}),
+    "granite hybrid": (
         "GraniteMoeHybridConfig",
-        {
-            **LAYERS, "shared_intermediate_size": LAYERS["intermediate_size"], "num_local_experts": 0,
-            "num_experts_per_tok": 0, "position_embedding_type": "rope", "layer_types": ["full_attention"] * 3,
-            "mamba_n_heads": 4, "logits_scaling": 8.0, "embedding_multiplier": 12.0, "tie_word_embeddings": True,
-        },
+        {**GRANITE, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     ),
 }  # fmt: skip
 
