@@ -8,6 +8,7 @@ it off again.
 import contextlib
 import functools
 import inspect
+import itertools
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,8 @@ from .spec import (
     token_output,
 )
 
+_NUMBERS = itertools.count()  # of the losses that were made in this process
+
 
 class FusedLoss:
     """The fused loss of one model. See the top of this file.
@@ -66,15 +69,20 @@ class FusedLoss:
         self._inner = _without_trl_head(self._replaced)
 
         # A function bound to the model, and not a method of this object: accelerate rewraps `forward.__func__`, dynamo
-        # traces only functions, and a deep copy of the model calls this function with itself.
+        # traces only functions, and a deep copy of the model calls this function with itself. What computes the loss is
+        # an attribute of the model, so that the copy has its own.
+        self._place = place = f"_liger_trainer_loss_{next(_NUMBERS)}"
+
         @functools.wraps(type(model).forward)  # Trainer and generate read the signature
         def forward(model, *args, **kwargs):
-            if not self._active:
-                return self.forward_without_loss(model)(*args, **kwargs)
-            return self.forward(model, *args, **kwargs)
+            own = getattr(model, place, self)
+            if not own._active:
+                return own.forward_without_loss(model)(*args, **kwargs)
+            return own.forward(model, *args, **kwargs)
 
         self._function = forward
         model.forward = types.MethodType(forward, model)
+        setattr(model, place, self)
         gather_head_for_pass(model)
 
     def undo(self) -> None:
@@ -83,6 +91,7 @@ class FusedLoss:
         current = vars(self.model).get("forward")
         if getattr(current, "__func__", None) is not self._function:
             return
+        delattr(self.model, self._place)
         if self._replaced is None:
             del self.model.forward
         else:

@@ -1,5 +1,6 @@
 """LigerTrainer besides the forms of rows: metrics, layers, adapters on the head, rows that are left out, refusals."""
 
+import copy
 import json
 import math
 from typing import Any
@@ -179,6 +180,16 @@ def test_models_and_options_that_are_refused(case):
     make, options, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         sft(make(), liger_kernel_config=options)
+
+
+def test_a_copy_of_a_trainers_model_is_trained_by_a_trainer_of_its_own():
+    """With its own loss, whatever the first trainer's is, and though TRL has wrapped the copied forward again."""
+    first = sft(label_smoothing_factor=0.3)
+    copied = copy.deepcopy(first.model)
+    want = logged(trained(sft(max_steps=2)))
+    assert logged(trained(sft(copied, max_steps=2))) == pytest.approx(want, rel=1e-6)
+    smooth = logged(trained(sft(label_smoothing_factor=0.3, max_steps=2)))
+    assert logged(trained(first))[:2] == pytest.approx(smooth, rel=1e-6) and smooth != pytest.approx(want, rel=1e-3)
 
 
 def test_a_model_that_was_patched_with_a_loss_on_logits_is_refused_and_stays_so():
