@@ -189,7 +189,9 @@ class MtpPlugin(TrainerPlugin):
 
     def check(self, trainer: TrainerHost) -> None:
         """Have the head trained or left alone, whichever trainer of the model came last."""
-        getattr(base_of(trainer.model), MTP).requires_grad_(_weight(trainer) > 0)
+        head = getattr(base_of(trainer.model), MTP)
+        if isinstance(head, MtpHead):  # else a part of the model's own class
+            head.requires_grad_(_weight(trainer) > 0)
 
     def of_batch(self, trainer: TrainerHost, inputs: dict[str, Any]) -> dict[str, Any]:
         weight = _weight(trainer)
@@ -215,6 +217,9 @@ def _check(trainer: TrainerHost) -> None:
         "model_init, whose model has no head": getattr(trainer, "model_init", None) is not None,
         "an optimizer that was made before the head: give its class by optimizer_cls_and_kwargs": (
             trainer.optimizer is not None
+        ),
+        "a model that has a part of its own called mtp": not isinstance(
+            getattr(base_of(trainer.model), MTP, None), MtpHead | None
         ),
         "a model on several devices": len({p.device for p in trainer.model.parameters()}) > 1,
     }

@@ -12,7 +12,7 @@ from datasets import Dataset
 from mtp_heads import save_with_head
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from tiny import VOCAB, FirstGradients, assert_same_gradients, completions, texts, tiny_tokenizer
+from tiny import VOCAB, FirstGradients, assert_same_gradients, completions, texts, tiny_model, tiny_tokenizer
 from torch import nn
 from trainings import distill, logged, sft, trained, weights_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, modeling_layers
@@ -230,6 +230,15 @@ def test_a_later_trainer_without_the_key_leaves_the_head_as_it_is(source, tmp_pa
     assert all(torch.equal(weight, before[name]) for name, weight in head_of(stored_head(tmp_path)).items())
     trained(first)
     assert not any(torch.equal(weight, before[name]) for name, weight in first.model.mtp.state_dict().items())
+
+
+def test_a_part_of_the_models_own_with_the_heads_name_is_left_alone(source):
+    model = tiny_model()
+    model.mtp = nn.Linear(2, 2)
+    sft(model, data=completions(4), eval_data=completions(4), **RUN).evaluate()
+    assert model.mtp.weight.requires_grad
+    with pytest.raises(ConfigError, match="a part of its own called mtp"):
+        sft(model, data=completions(4), mtp_loss_weight=WEIGHT, **RUN)
 
 
 REFUSED = {
