@@ -290,11 +290,13 @@ def embedding_rows(model: Any) -> int:
 def head_rows(model: Any) -> int:
     """Return how many token ids a model can write."""
     module = model.get_output_embeddings()
-    rows = getattr(module, "out_features", None)
+    rows, weight = getattr(module, "out_features", None), getattr(module, "weight", None)
+    if weight is None:  # a head of several modules
+        return model.config.get_text_config().vocab_size
     # of modules to save with ensure_weight_tying, PEFT makes a head whose features are swapped
-    if isinstance(rows, int) and shape_of(module.weight) != (getattr(module, "in_features", None), rows):
+    if isinstance(rows, int) and shape_of(weight) != (getattr(module, "in_features", None), rows):
         return rows
-    return shape_of(module.weight)[0]
+    return shape_of(weight)[0]
 
 
 def sharded_head(module: Any) -> Any:

@@ -141,6 +141,16 @@ def without_labels(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
 
 
+def check_writes(teacher: Any) -> None:
+    """Raise ConfigError for what is given as a teacher's model and has no output head."""
+    head = getattr(base_of(teacher), "get_output_embeddings", None)
+    if not callable(head) or head() is None:
+        raise ConfigError(
+            f"teacher_model: expected a causal language model with an output head, or the name of one, got a "
+            f"{type(teacher).__name__}."
+        )
+
+
 def check_apart(student: Any, teacher: Any) -> None:
     """Raise ConfigError where a teacher is the student, or made of weights that are trained."""
     # Weights that both share may stand still, as the base under a student's adapters does.
@@ -193,4 +203,7 @@ def teacher_logits(call: Callable[..., Any], base: Any, *args: Any, **inputs: An
         )
     # `outlive`: the loss reads the head when this pass is over, and FSDP2 and ZeRO-3 have freed what they gathered.
     with torch.no_grad(), deferred_logits(base, outlive=True):
-        return settled(call(*args, **inputs).logits)
+        outputs = call(*args, **inputs)
+        if isinstance(outputs, tuple) and not hasattr(outputs, "logits"):
+            return settled(outputs[0])
+        return settled(outputs["logits"] if isinstance(outputs, dict) else outputs.logits)

@@ -24,7 +24,7 @@ from ..losses.spec import Logits
 from ..patching.packing.packed_rows import SlicedRows, patch_packed_attention, why_not_sliced
 from ..patching.patcher import base_of
 from ..plugins import KEEPS_ROWS, load
-from .base import DistillHost, Teacher, check_apart, patch_layers, teacher_logits, without_labels
+from .base import DistillHost, Teacher, check_apart, check_writes, patch_layers, teacher_logits, without_labels
 from .config import OF_LOADING, TeacherConfig, placed
 from .fingerprints import describe_frozen_model
 from .own_images import (
@@ -232,6 +232,8 @@ class ModelTeacher(Teacher):
     """
 
     def __init__(self, args: TeacherConfig, teacher: PreTrainedModel | str, name: str = "teacher"):
+        if not isinstance(teacher, str):
+            check_writes(teacher)
         self._args, self._teacher, self._name = args, teacher, name
         self._accelerator: Any = None
         self._carry = LogitsMover()

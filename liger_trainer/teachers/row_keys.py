@@ -115,8 +115,17 @@ def spans(length: int, seq_lengths: Iterable[int] | None) -> list[tuple[int, int
 
 
 def column_names(dataset: Any) -> list[str]:
-    """Return the names of a dataset's columns, of a stream those of its first row where it does not know them."""
-    return list(next(iter(dataset))) if dataset.column_names is None else dataset.column_names
+    """Return the names of a dataset's columns, of a stream those of its first row where it does not know them.
+
+    Raises:
+        DataError: such a stream has no row.
+    """
+    if dataset.column_names is not None:
+        return dataset.column_names
+    first = next(iter(dataset), None)
+    if first is None:
+        raise DataError("expected a stream of rows, got one that is empty.")
+    return list(first)
 
 
 def ragged(array: Any) -> Any:

@@ -74,8 +74,15 @@ def _check_columns(dataset: Any, text_field: str) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
         return
     have = column_names(dataset)
+    if isinstance(dataset, Dataset) and not len(dataset):
+        raise DataError(f"expected rows, got a dataset without any; its columns are: {', '.join(have) or 'none'}.")
     if "input_ids" in have:
         return _check_tokens(dataset)
+    if "labels" in have:
+        raise DataError(
+            "column 'labels': the labels of rows without input_ids are made of their text. Rename it, or take it out: "
+            'dataset.remove_columns("labels").'
+        )
     check_preferences(dataset, text_field if text_field != "text" else None)
     if {text_field, "messages", "prompt", "conversations"}.isdisjoint(have) and not {*ALPACA} <= {*have}:
         raise DataError(no_usable_column(have, text_field))
@@ -98,7 +105,7 @@ def _check_tokens(dataset: Any) -> None:
     if len(names) < 2 or not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return
     lengths = (np.concatenate([np.diff(offsets) for _, offsets in values_of(dataset, name)]) for name in names)
-    tokens, labels = lengths if len(dataset) else (np.zeros(0), np.zeros(0))
+    tokens, labels = lengths
     if len(wrong := np.flatnonzero(tokens != labels)):
         row = int(wrong[0])
         raise DataError(

@@ -1,8 +1,10 @@
 """LigerDistillTrainer: one loss however a batch is split, logs against values by hand, the teacher, its errors."""
 
+import copy
 import dataclasses
 import functools
 import json
+import warnings
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_mo
 from processes import run_on
 from safetensors import safe_open
 from splits import QUICK, ROWS, SPLITS, capture_gradients, one_step
-from tiny import VOCAB, chats, completions, texts, tiny_model, tiny_tokenizer, train_args
+from tiny import VOCAB, chats, completions, kl, texts, tiny_model, tiny_tokenizer, train_args
 from trainings import OnStep, a_teacher, distill, logged, trained
 from trl import SFTConfig
 
@@ -294,6 +296,7 @@ def test_wrong_arguments_of_the_trainer():
         ({"teacher_model": student, "model": student}, "The student cannot be its own teacher"),
         ({"teacher_model": student, "model": adapters}, "its own teacher.*teacher='self'"),
         ({"teacher_model": {"a": student, "b": other}, "model": adapters}, "its own teacher.*teacher='self'"),
+        *(({"teacher_model": kind}, "expected a causal language model .*, got a ") for kind in (other.model, [other])),
         ({"teacher_model": small}, "teacher knows 40 tokens, but the student's tokenizer has 64"),
         ({"model": small}, "student knows 40 tokens, but the tokenizer has 64: resize its embeddings"),
         ({"compute_loss_func": lambda *a, **k: 0}, "compute_loss_func would take the place of distillation"),
@@ -306,6 +309,30 @@ def test_wrong_arguments_of_the_trainer():
         assert any(parameter.requires_grad for parameter in adapters.parameters())
     with pytest.raises(DataError, match="No row of the train dataset has a supervised token"):
         distill(data=completions(), max_length=1)
+
+
+@pytest.mark.parametrize("form", [dict, lambda outputs: (outputs.logits,)])
+def test_teachers_whose_outputs_are_of_another_form(form, monkeypatch):
+    want, teacher = logged(trained(distill(max_steps=1))), a_teacher()
+    forward = type(teacher).forward
+    monkeypatch.setattr(teacher, "forward", lambda *args, **kwargs: form(forward(teacher, *args, **kwargs)))
+    assert logged(trained(distill(teacher=teacher, max_steps=1))) == pytest.approx(want, rel=1e-5)
+
+
+def test_heads_of_several_modules():
+    student, teacher = tiny_model(), tiny_model(seed=2)
+    for model in (student, teacher):
+        model.lm_head = torch.nn.Sequential(torch.nn.LayerNorm(32), model.lm_head)
+    truth = copy.deepcopy(student)
+    how = {"max_steps": 1, "learning_rate": 0.0, "losses": [{"type": "forward_kl"}]}
+    with warnings.catch_warnings(action="ignore"):  # whose logits are stored
+        trainer = trained(distill(student, teacher, completions(4), **how))
+    (batch,) = trainer.get_train_dataloader()
+    keep = batch["labels"][:, 1:] != -100
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        p, q = (torch.log_softmax(m(**inputs).logits[:, :-1][keep], -1) for m in (teacher, truth))
+    assert logged(trainer) == pytest.approx([kl(p, q).mean().item()], rel=1e-4)
 
 
 def other_template(folder, template):
