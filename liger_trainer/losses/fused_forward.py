@@ -6,6 +6,7 @@ it off again.
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -84,6 +85,13 @@ class FusedLoss:
         model.forward = types.MethodType(forward, model)
         setattr(model, place, self)
         gather_head_for_pass(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FusedLoss":
+        """Return the loss of a copied model. It has the same options, and asks the same teacher, if any."""
+        memo[id(self)] = clone = copy.copy(self)
+        for name in ("model", "_replaced", "_inner"):
+            setattr(clone, name, copy.deepcopy(getattr(self, name), memo))
+        return clone
 
     def undo(self) -> None:
         """Give the model its forward back. Where ours has been wrapped since, it stays and only passes calls on."""

@@ -180,6 +180,18 @@ def test_outputs_logits_read_later_are_the_real_logits():
     torch.testing.assert_close(torch.softmax(logits, -1).detach(), real.softmax(-1))
 
 
+def test_the_loss_of_a_copy_is_its_own_and_asks_the_same_teacher():
+    model = tiny_model()
+    loss: Any = FusedLoss(model)
+    loss.teacher = tiny_model()
+    clone = copy.deepcopy(model)
+    of_clone = [x for x in vars(clone).values() if isinstance(x, FusedLoss)]
+    assert len(of_clone) == 1 and of_clone[0] is not loss and of_clone[0].model is clone
+    assert vars(of_clone[0])["teacher"] is loss.teacher
+    of_clone[0].undo()
+    assert "forward" not in vars(clone) and "forward" in vars(model)
+
+
 def test_what_it_changes_on_a_model_and_gives_back():
     model, batch = tiny_model(), masked_batch()
     signature, loss_function = inspect.signature(model.forward), model.loss_function
