@@ -203,7 +203,6 @@ def teacher_logits(call: Callable[..., Any], base: Any, *args: Any, **inputs: An
         )
     # `outlive`: the loss reads the head when this pass is over, and FSDP2 and ZeRO-3 have freed what they gathered.
     with torch.no_grad(), deferred_logits(base, outlive=True):
-        outputs = call(*args, **inputs)
-        if isinstance(outputs, tuple) and not hasattr(outputs, "logits"):
-            return settled(outputs[0])
-        return settled(outputs["logits"] if isinstance(outputs, dict) else outputs.logits)
+        outputs: Any = call(*args, **inputs)
+        logits = outputs["logits"] if isinstance(outputs, dict) else getattr(outputs, "logits", None)
+        return settled(outputs[0] if logits is None else logits)  # of a tuple without labels the first

@@ -122,11 +122,9 @@ def _as_python(dataset: Any) -> Any:
 
 def _columns_read(have: set[str], text_field: str) -> set[str]:
     """Return which columns of rows with these are read."""
-    for names in (("prompt", "completion"), ("messages",)):
+    for names in (("prompt", "completion"), ("messages", "system"), ("conversations", "system")):
         if names[0] in have:
             return have & {*names}
-    if "conversations" in have:
-        return {"conversations"}
     return {text_field} if text_field in have else have & {*ALPACA, *ALPACA_OPTIONAL}
 
 

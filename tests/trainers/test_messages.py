@@ -235,6 +235,9 @@ REFUSED = {
     "fewer labels": (
         columns(input_ids=[[1, 2], [1, 2]], labels=[[1, 2], [1]]), "row 1: .*got 1 labels of 2 tokens",
     ),
+    "a number as system prompt": (
+        columns(messages=[answered({"content": "w2"})], system=[3]), "column 'system': expected text, got int64",
+    ),
     "no rows": (columns(messages=[]), "expected rows, got a dataset without any; its columns are: messages"),
     "an empty stream": (lambda: IterableDataset.from_generator(lambda: iter(())), "expected a stream of rows, got one"),
     "labels of texts": (columns(text=["w1"], labels=[1]), "column 'labels': .*made of their text"),
