@@ -127,6 +127,12 @@ class Setup:
     rows: int = 512
     steps: int | None = None
 
+    def clock(self, until: float, runs: int, wait: Callable[[], None], start: float) -> ByTime:
+        """Return what ends one of a training's runs, which has the training's time until a share of it."""
+        if self.steps is not None:
+            return BySteps(self.steps // runs, wait, start)
+        return ByTime(self.seconds * until, wait, start)
+
     def common(self, of_teacher: bool = True) -> list[str]:
         return [
             "max_length=128", "max_new_tokens=40", "per_device_train_batch_size=32", "per_device_eval_batch_size=128",
@@ -253,16 +259,9 @@ class StudentWorker:
 
     def unpack(self, setup: Setup, gguf: str) -> None:
         """Save a Gemma model's GGUF file as a directory of transformers, in fp32, with a template that ends turns."""
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from liger_trainer.extras.demo import load_gguf
 
-        from liger_trainer.extras.demo import forget_quantization
-
-        folder, name = os.path.split(gguf)
-        source: dict[str, Any] = {"gguf_file": name, "local_files_only": True}
-        tokenizer = AutoTokenizer.from_pretrained(folder or ".", **source)
-        model = AutoModelForCausalLM.from_pretrained(folder or ".", dtype=torch.float32, **source)
-        forget_quantization(model)
+        model, tokenizer = load_gguf(Path(gguf))
         tokenizer.chat_template, tokenizer.eos_token = GEMMA_TURNS, "<end_of_turn>"
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
         model.save_pretrained(setup.folder / "base")
@@ -296,11 +295,9 @@ class StudentWorker:
 
         start, facts, output = 0.0, dict[str, Any](), Path()
         try:
-            for until, settings in setup.runs(way, seed):
-                if setup.steps:
-                    clock: ByTime = BySteps(setup.steps // len(setup.runs(way, seed)), wait, start)
-                else:
-                    clock = ByTime(setup.seconds * until, wait, start)
+            runs = setup.runs(way, seed)
+            for until, settings in runs:
+                clock = setup.clock(until, len(runs), wait, start)
                 training = run_by_clock(config := read(CONFIG, settings), clock, WAYS[way].first_tokens)
                 start, output = clock.start, Path(config["output_dir"])
                 facts = {key: facts.get(key, 0) + training[key] for key in ("steps", "tokens", "seconds")}

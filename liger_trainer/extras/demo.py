@@ -270,8 +270,12 @@ def _check_sha256(file: Path, expected: str, what: str, model: DemoModel) -> Non
         )
 
 
-def _save(gguf: Path, directory: Path) -> None:
-    """Load a GGUF file with transformers and save it as an ordinary fp32 model directory."""
+def load_gguf(gguf: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Return the model of a GGUF file, in fp32, and the tokenizer as transformers reads it.
+
+    Raises:
+        ConfigError: `gguf` is not installed.
+    """
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError("The demo model is a GGUF file: install its reader (`pip install gguf`).")
     import torch
@@ -283,13 +287,20 @@ def _save(gguf: Path, directory: Path) -> None:
         source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
         model = load_whole(AutoModelForCausalLM.from_pretrained, gguf.parent, dtype=torch.float32, **source)
-        forget_quantization(model)
-        _complete_tokenizer(tokenizer, model.config)
+    _forget_quantization(model)
+    return model, tokenizer
+
+
+def _save(gguf: Path, directory: Path) -> None:
+    """Load a GGUF file with transformers and save it as an ordinary fp32 model directory."""
+    model, tokenizer = load_gguf(gguf)
+    _complete_tokenizer(tokenizer, model.config)
+    with _no_transformers_progress():
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 
 
-def forget_quantization(model: "PreTrainedModel") -> None:
+def _forget_quantization(model: "PreTrainedModel") -> None:
     """Remove the marks of a quantised model, which Trainer refuses: the weights are dequantised."""
     for owner, attribute in (
         (model, "hf_quantizer"),

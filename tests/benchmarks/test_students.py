@@ -21,9 +21,9 @@ from benchmarks.students import (
     TEACHER_CONFIG,
     WARMUP,
     WAYS,
-    BySteps,
     ByTime,
     Longer,
+    Record,
     Setup,
     learning_rate_at,
     page,
@@ -126,8 +126,18 @@ def test_a_second_run_ends_when_the_training_does_and_completions_grow_with_the_
     assert control.should_training_stop
 
 
-def test_a_training_by_steps_has_that_many():
-    clock, control, shares = BySteps(4, list), TrainerControl(), []
+def test_what_cannot_be_prepared_ends_the_call(tmp_path, monkeypatch):
+    record = Record(tmp_path / "page.json", {})
+    monkeypatch.setattr(students, "page", str)
+    monkeypatch.setattr(students, "together", lambda part, *rest: record.put(part, "rows", None, "no luck"))
+    options: Any = SimpleNamespace(base="base", tiny=True, teacher_seconds=1.0, ways=[])
+    with pytest.raises(SystemExit, match="rows: no luck"):
+        students.prepare(options, Setup(tmp_path, "teacher", 1.0), record, math.inf)
+
+
+def test_a_training_by_steps_has_that_many(tmp_path):
+    clock, control, shares = Setup(tmp_path, "teacher", 9.0, steps=8).clock(0.5, 2, list, 0.0), TrainerControl(), []
+    assert type(Setup(tmp_path, "teacher", 9.0).clock(0.5, 2, list, 0.0)) is ByTime
     while not control.should_training_stop:
         clock.on_step_begin(None, None, control)
         clock.on_step_end(None, None, control)

@@ -273,7 +273,7 @@ def has_empty_answer(row: dict) -> bool:
     """Return whether an answer in a chat says nothing and calls nothing: the model would learn to be silent there."""
     chats = [row.get(name) for name in ("messages", "conversations", "completion")]
     return any(
-        message.get("role", message.get("from")) in ("assistant", "gpt")
+        ROLES.get(role := message.get("role", message.get("from")), role) == "assistant"
         and not str(message.get("content", message.get("value")) or "").strip()
         and not message.get("tool_calls")
         and not message.get("function_call")
