@@ -18,6 +18,7 @@ from quick_cases import slow_but
 
 from benchmarks import processes, trainer_step
 from benchmarks.processes import Process
+from benchmarks.shapes import random_model
 from benchmarks.trainer_cases import CASES, END, LONGEST, PLAN, SHORTEST, TINY_PLAN, length_of, make_rows
 from benchmarks.trainer_cases import LOSS_TOLERANCE as LOSS
 from benchmarks.trainer_cases import NORM_TOLERANCE as NORM
@@ -341,3 +342,10 @@ def test_a_gpu_is_traced_and_its_memory_read():
     assert row.measured.traced_ms > 0.9 * row.measured.busy_ms
     assert 0 < row.measured.weights_mib < row.measured.reserved_mib
     assert row.measured.reserved_mib < torch.cuda.get_device_properties(0).total_memory / 2**20
+
+
+def test_scores_of_a_random_gemma_4_are_scaled_as_others_are():
+    """Ones in the norm of q, which the model has in the place of a scale, would saturate the softmax."""
+    model = random_model("Gemma-4-E2B", True, "cpu")
+    norms = [weight for name, weight in model.named_parameters() if name.endswith("q_norm.weight")]
+    assert norms and all(torch.equal(weight, torch.full_like(weight, len(weight) ** -0.5)) for weight in norms)

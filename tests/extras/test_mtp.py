@@ -67,8 +67,8 @@ def by_definition(folder: Path, rows: list[tuple[list[int], list[int]]], count: 
     for row, wanted in rows:
         ids, labels = torch.tensor([row]), torch.tensor(wanted)
         with torch.no_grad():
-            states = model.model(ids).last_hidden_state[:, :-1]
-            greedy = model(ids).logits[0, 1:].argmax(-1)  # at t, that of position t + 1
+            states = model.model(ids, use_cache=False).last_hidden_state[:, :-1]
+            greedy = model(ids, use_cache=False).logits[0, 1:].argmax(-1)  # at t, that of position t + 1
             next_tokens = model.get_input_embeddings()(ids)[:, 1:]
         both = [norm(next_tokens, "pre_fc_norm_embedding.weight"), norm(states, "pre_fc_norm_hidden.weight")]
         x, length = torch.cat(both, -1) @ head["fc.weight"].T, states.shape[1]

@@ -228,14 +228,17 @@ def test_adapters_over_a_quantised_base_are_bf16():
     assert packed["optimizer state"] * 2 == pytest.approx(plain["optimizer state"], rel=0.05)  # blocks are rounded up
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_attention_with_sinks_stores_no_scores_where_it_is_ours(own):
-    """transformers computes gpt-oss' attention eagerly, with a number for each pair of tokens."""
-    config = transformers.AutoConfig.for_model(
+def with_sinks() -> Any:
+    return transformers.AutoConfig.for_model(
         "gpt_oss", hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=VOCAB, num_local_experts=2,
         num_experts_per_tok=1, num_attention_heads=8, num_key_value_heads=2, head_dim=8,
     )  # fmt: skip
-    spec = step(student=ModelSpec(config, torch.bfloat16), rows=1, length=1024, own_attention=own)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_attention_with_sinks_stores_no_scores_where_it_is_ours(own):
+    """transformers computes gpt-oss' attention eagerly, with a number for each pair of tokens."""
+    spec = step(student=ModelSpec(with_sinks(), torch.bfloat16), rows=1, length=1024, own_attention=own)
     scores = 2 * 8 * 1024**2 * 2  # bytes, of both layers
     assert (parts(simulate(spec), "forward")["activations"] > scores) is not own
 
@@ -487,6 +490,16 @@ def estimated(capsys, *arguments: str) -> tuple[int, str, str]:
 def _json(capsys, *arguments: str) -> dict:
     code, out, _ = estimated(capsys, "--json", *arguments)
     return {**json.loads(out), "code": code}
+
+
+def test_rows_with_sinks_are_our_kernel_s_in_16_bits_unless_attention_stays(project, capsys):
+    with_sinks().save_pretrained("student")
+    write_rows(project / "rows.jsonl", [{"text": " ".join(["w3"] * 600)}] * 40)
+    rows = ("max_length=512", "gradient_checkpointing=false")
+    ours = _json(capsys, *rows, "bf16=true")["peak_mib"]
+    scores = 2 * 2 * 8 * 512**2 * 2 / 2**20  # of 2 rows, 2 layers and 8 heads, in bf16
+    assert _json(capsys, *rows, "bf16=true", "attention=model")["peak_mib"] - ours > scores
+    assert _json(capsys, *rows, "bf16=false")["peak_mib"] - ours > scores
 
 
 def test_the_command(project, capsys):
