@@ -1,8 +1,8 @@
 """The names of other libraries that we rely on without a promise of theirs, and what for.
 
 They are private names, attributes that no documentation names, methods that are overridden, and functions that are
-replaced for a while. Nothing here runs in a training: tests/compat/test_table.py compares the table with the installed
-releases and with our source, so that a release which changes one of them breaks with a sentence.
+replaced for a while. tests/compat/test_table.py compares the table with the installed releases and with our source, so
+that a release which changes one of them breaks with a sentence.
 """
 
 from dataclasses import dataclass
