@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from .extras.generate.options import GenerateOptions
     from .extras.generate.run import generate as generate_dataset
     from .extras.modules.experts import LigerExperts
+    from .extras.modules.families import (
+        MODEL_TYPE_TO_APPLY_LIGER_FN,
+        AutoLigerKernelForCausalLM,
+        _apply_liger_kernel,
+        _apply_liger_kernel_to_instance,
+    )
     from .extras.modules.layers import (
         LigerFusedAddRMSNorm,
         LigerGEGLUMLP,
@@ -57,12 +63,6 @@ if TYPE_CHECKING:
         liger_multimodal_rotary_pos_emb,
         liger_rotary_pos_emb,
     )
-    from .patching.families import (
-        MODEL_TYPE_TO_APPLY_LIGER_FN,
-        AutoLigerKernelForCausalLM,
-        _apply_liger_kernel,
-        _apply_liger_kernel_to_instance,
-    )
     from .patching.patcher import Patched, PatchOptions, patch
     from .patching.use_liger_kernel import disable, enable
     from .trainers.capture import capture as capture_teacher_cache
@@ -75,7 +75,7 @@ __version__ = "0.2.0"
 
 # name: its module, and its name there where that is another
 _MODULE_OF = {
-    "AutoLigerKernelForCausalLM": "patching.families",
+    "AutoLigerKernelForCausalLM": "extras.modules.families",
     "CrossEntropyOutput": "extras.modules.losses",
     "DistillationCallback": "trainers.distill_callback",
     "GenerateOptions": "extras.generate.options",
@@ -113,12 +113,12 @@ _MODULE_OF = {
     "LigerTiledGEGLUMLP": "extras.modules.mlps",
     "LigerTiledSwiGLUMLP": "extras.modules.mlps",
     "LigerTrainer": "trainers.sft_trainer",
-    "MODEL_TYPE_TO_APPLY_LIGER_FN": "patching.families",
+    "MODEL_TYPE_TO_APPLY_LIGER_FN": "extras.modules.families",
     "MaterializedLogitsWarning": "errors",
     "PatchOptions": "patching.patcher",
     "Patched": "patching.patcher",
-    "_apply_liger_kernel": "patching.families",
-    "_apply_liger_kernel_to_instance": "patching.families",
+    "_apply_liger_kernel": "extras.modules.families",
+    "_apply_liger_kernel_to_instance": "extras.modules.families",
     "capture_teacher_cache": "trainers.capture:capture",
     "disable": "patching.use_liger_kernel",
     "enable": "patching.use_liger_kernel",
@@ -130,7 +130,7 @@ _MODULE_OF = {
     "liger_rotary_pos_emb": "extras.modules.rope",
     "patch": "patching.patcher",
 }
-_FAMILY = "apply_liger_kernel_to_"  # followed by a model type; see patching/families.py
+_FAMILY = "apply_liger_kernel_to_"  # followed by a model type; see extras/modules/families.py
 _REMOVED = {"map_kernels": "call patch(model), which proves and replaces the same layers and needs no other package"}
 
 __all__ = [
@@ -194,7 +194,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name.startswith(_FAMILY):
-        return getattr(import_module(".patching.families", __name__), name)
+        return getattr(import_module(".extras.modules.families", __name__), name)
     if name in _REMOVED:
         raise AttributeError(f"{__name__}.{name} was removed: {_REMOVED[name]}.")
     if name not in _MODULE_OF:

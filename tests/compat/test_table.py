@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
-
 from private_names import NAMES
 
 ROOT = Path(__file__).parents[2]

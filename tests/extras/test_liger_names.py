@@ -12,7 +12,7 @@ from steps import assert_same_step
 from tiny import tiny_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from liger_trainer.patching import families
+from liger_trainer.extras.modules import families
 from liger_trainer.patching.patcher import patched_record
 
 PAGE = Path(__file__).parents[2] / "docs" / "extras.md"

@@ -24,12 +24,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from ..common.console import announce
-from ..common.replacements import Replacements
-from ..common.weights import load_whole
-from ..errors import ConfigError
-from .options import ALIASES, PatchOptions, PatchReport, canonical
-from .patcher import Patched, base_of, patch, patched_record
+from ...common.console import announce
+from ...common.replacements import Replacements
+from ...common.weights import load_whole
+from ...errors import ConfigError
+from ...patching.options import ALIASES, PatchOptions, PatchReport, canonical
+from ...patching.patcher import Patched, base_of, patch, patched_record
 
 PREFIX = "apply_liger_kernel_to_"
 _CLASSES = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}

@@ -18,10 +18,10 @@ from transformers.models.auto.modeling_auto import (
 import liger_trainer
 from liger_trainer import AutoLigerKernelForCausalLM, PatchOptions, patch
 from liger_trainer.errors import ConfigError
+from liger_trainer.extras.modules import families
+from liger_trainer.extras.modules.families import apply_liger_kernel_to_llama
 from liger_trainer.losses import answers
 from liger_trainer.losses.deferred_logits import DeferredLogits
-from liger_trainer.patching import families
-from liger_trainer.patching.families import apply_liger_kernel_to_llama
 from liger_trainer.patching.patcher import patched_record
 
 HAS = "It has something for rope, rms_norm, .*fused_linear_cross_entropy"
