@@ -152,7 +152,7 @@ def run_config(case: Case, tiny: bool, gpus: int = 1) -> Any:
 
 def _halfway(memory: Any, other: Any) -> Any:
     """Return the memory of selective checkpointing: halfway between all layers and none."""
-    from liger_trainer.tools.estimate.memory_tracker import Peak
+    from liger_trainer.extras.estimate.memory_tracker import Peak
 
     peaks = {}
     for phase, peak in memory.peaks.items():
@@ -164,8 +164,8 @@ def _halfway(memory: Any, other: Any) -> Any:
 
 @functools.cache
 def predict(case: Case, gpus: int, tiny: bool) -> Prediction:
-    from liger_trainer.tools.estimate.estimator import highest
-    from liger_trainer.tools.estimate.step_spec import sharding_of
+    from liger_trainer.extras.estimate.estimator import highest
+    from liger_trainer.extras.estimate.step_spec import sharding_of
 
     config = run_config(case, tiny, gpus)
     memory, sharding = _memory(case, gpus > 1, tiny), sharding_of(config)
@@ -176,8 +176,8 @@ def predict(case: Case, gpus: int, tiny: bool) -> Prediction:
 @functools.cache
 def _memory(case: Case, several: bool, tiny: bool) -> Any:
     """Return what `estimate` predicts of a step on one GPU or several: under FSDP2 it is the same on two and eight."""
-    from liger_trainer.tools.estimate.simulate import simulate
-    from liger_trainer.tools.estimate.step_spec import step_spec
+    from liger_trainer.extras.estimate.simulate import simulate
+    from liger_trainer.extras.estimate.step_spec import step_spec
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         case.config(tiny).save_pretrained("model")

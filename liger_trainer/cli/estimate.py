@@ -12,7 +12,7 @@ from ._shared import AsJson, Config, Overrides, checked
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..tools.estimate.estimator import Estimate
+    from ..extras.estimate.estimator import Estimate
 
 GpuName = Annotated[
     str | None,
@@ -26,9 +26,9 @@ def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, a
     """Estimate memory by part, tokens and steps of a run. Needs no weights and no GPU. Exit code 3: it does not fit."""
     from rich.console import Console
 
-    from ..tools.estimate.engine import choose
-    from ..tools.estimate.estimator import estimate as run
-    from ..tools.estimate.estimator import gpu_named, present_gpu
+    from ..extras.estimate.engine import choose
+    from ..extras.estimate.estimator import estimate as run
+    from ..extras.estimate.estimator import gpu_named, present_gpu
 
     # A wrong name is told before the simulation, which takes seconds.
     named = gpu_named(gpu) if gpu is not None else None

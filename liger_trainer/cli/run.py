@@ -78,7 +78,7 @@ def _start(config: str, overrides: list[str], command: list[str], launcher: list
                 "auto decides what the launcher is told, and so do the arguments after --: name ddp or fsdp2, or set "
                 "num_processes and the like in the configuration.",
             )
-        from ..tools.estimate.engine import choose
+        from ..extras.estimate.engine import choose
 
         # Its processes, and a run that resumes, get the engine by name.
         choice = choose(checked)

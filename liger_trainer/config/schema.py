@@ -113,7 +113,7 @@ def installed_versions() -> dict[str, str]:
 
 # Finds a configuration: a file, or one of those that come with the package, with what it promises to need.
 MAX_BYTES = 100_000
-# tests/tools/test_promises.py compares this promise with `estimate`.
+# tests/extras/test_promises.py compares this promise with `estimate`.
 _NEEDS = re.compile(r"^# Needs (?:(\d+) GPUs?, about (\d+) GB(?: each)?|two CPU cores, (\d+) GB)[;, ]", re.M)
 
 

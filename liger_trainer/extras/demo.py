@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 MANIFEST = "demo.json"
 LAYOUT = 2  # raise it when `_save` changes what it writes: directories of the old layout are then built again
 BUILD_BYTES = 800_000_000  # wheel 93 MB, GGUF 98 MB, safetensors 542 MB
+# of the demo models, before their directories are built at first use
+CONFIG = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

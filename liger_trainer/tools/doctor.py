@@ -33,7 +33,6 @@ from ..patching.patcher import NothingToPatch, Patched, PatchOptions, PatchRepor
 from ..patching.vision import counting_forward, embed_patches
 from ..plugins import DEMO
 from ..trainers.images import vision_tower
-from .estimate.step_spec import DEMO_CONFIG
 
 # column of the table -> kinds of a report (`PatchReport.swapped`)
 COLUMNS = {
@@ -77,8 +76,8 @@ def config_of(model: str) -> Any:
     Raises:
         ConfigError: `model` is none of them.
     """
-    if model.startswith(DEMO) and plugins.load(DEMO).demo_key(model):
-        return LlamaConfig(**DEMO_CONFIG)  # its directory is built by the first run, which may be later
+    if model.startswith(DEMO) and (demo := plugins.load(DEMO)).demo_key(model):
+        return LlamaConfig(**demo.CONFIG)  # its directory is built by the first run, which may be later
     if model in CONFIG_MAPPING and not os.path.isdir(model):
         try:
             return CONFIG_MAPPING[model]()

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from liger_trainer.common.weights import auto_class
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.config.schema import Hardware, built_in_configs, needs_of
-from liger_trainer.tools.estimate.estimator import estimate, gpu_named
+from liger_trainer.extras.estimate.estimator import estimate, gpu_named
 
 NAMES = list(built_in_configs())
 SAMPLE = {"llama3/sft_full_1b", "qwen3/distill_cached_0.6b"}  # one whose capture takes more than its training

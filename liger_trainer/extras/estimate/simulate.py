@@ -35,10 +35,10 @@ from ...losses.spec import LossOptions
 from ...patching.graphs.cuda_graphs import layers_of, most_rows
 from ...patching.graphs.layer_graphs import NotCapturable
 from ...patching.patcher import NothingToPatch, Patched, PatchOptions, base_of
-from ...plugins import load
 from ...teachers.adapters_off import without_adapters
 from ...teachers.base import teacher_logits
 from ...trainers.options import ALWAYS, NEVER
+from ..qat import linear_layers
 from .memory_tracker import MemoryTracker, Peak
 from .stand_ins import (
     as_bitsandbytes,
@@ -253,7 +253,7 @@ class _TrainerSteps:
         tracker.add(student.buffers(), "student weights")
         if teacher is not None:
             tracker.add([*teacher.parameters(), *teacher.buffers()], "teacher weights")
-        quantised = load("qat").linear_layers(student).values() if spec.quantises else ()
+        quantised = linear_layers(student).values() if spec.quantises else ()
         behind = [torch.empty_like(layer.weight) for layer in quantised]
         tracker.add(behind, "weights behind the quantised")
         self.behind = behind  # which keeps them

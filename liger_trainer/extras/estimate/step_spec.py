@@ -14,7 +14,6 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.optimization import Adafactor
 from trl import get_peft_config
 
-from ... import plugins
 from ...common.weights import adapter_at
 from ...config.yaml_reader import Setting
 from ...errors import ConfigError, LigerTrainerError
@@ -28,6 +27,7 @@ from ...teachers.cache.records import HiddenFormat, RecordFormat, TeacherHead
 from ...teachers.cache.store import HiddenSettings, read_index
 from ...trainers.options import AUTO, MEMORY, NEVER
 from ...trainers.rollouts import SIZES
+from ..demo import CONFIG, demo_key
 from .memory_tracker import Peak
 from .simulate import GATHERED as WHOLE
 from .simulate import SAMPLING, ModelSpec, Rollout, StepMemory, StepSpec
@@ -229,12 +229,6 @@ def _tokens(row: Any, form: str, tokenizer: "PreTrainedTokenizerBase", text: str
     return len(rendered["input_ids"])
 
 
-# SmolLM2-135M-Instruct; its model directory is built at first use, which may be later.
-DEMO_CONFIG = {
-    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
-}  # fmt: skip
-
 CHUNK_BYTES = 4 * 2**27  # of the logits that a capture computes at a time; teachers/cache/reader.py
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -368,8 +362,8 @@ def read_config(config: "RunConfig", key: str, options: dict[str, Any]) -> PreTr
         ConfigError: there is none, or it cannot be read.
     """
     name = config[key]
-    if name.startswith(DEMO) and plugins.load(DEMO).demo_key(name):
-        return LlamaConfig(**DEMO_CONFIG, dtype="float32")
+    if name.startswith(DEMO) and demo_key(name):
+        return LlamaConfig(**CONFIG, dtype="float32")
     try:
         adapter = adapter_at(name, options.get("revision"))
         if adapter is not None and key == "model_name_or_path":

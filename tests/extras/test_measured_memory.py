@@ -15,9 +15,9 @@ from benchmarks import many_gpus
 from benchmarks.trainer_cases import CASES, ON_POLICY, length_of
 from benchmarks.trainer_providers import lora_options
 from liger_trainer.config.run_config import check_text
-from liger_trainer.tools.estimate.estimator import MIB, highest
-from liger_trainer.tools.estimate.simulate import simulate
-from liger_trainer.tools.estimate.step_spec import Sharding, sharding_of, step_spec
+from liger_trainer.extras.estimate.estimator import MIB, highest
+from liger_trainer.extras.estimate.simulate import simulate
+from liger_trainer.extras.estimate.step_spec import Sharding, sharding_of, step_spec
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "trainer-step-nvidia-h100-80gb-hbm3.json"
 NAMES = (

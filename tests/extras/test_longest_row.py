@@ -9,7 +9,7 @@ from page_table import PageTable
 from real_shapes import save_shapes
 
 from liger_trainer.config.run_config import load_run_config
-from liger_trainer.tools.estimate.estimator import LIBRARIES, MIB, Estimate, estimate, gpu_named
+from liger_trainer.extras.estimate.estimator import LIBRARIES, MIB, Estimate, estimate, gpu_named
 
 CARDS = [gpu_named(name) for name in ("RTX 4090", "L40S", "H100")]
 LENGTHS = 8192, 16384
@@ -29,7 +29,7 @@ MEMORY = {
 }
 SAMPLE = "Llama-3.1-8B, LoRA", "memory: lean"
 CELLS = [(method, memory) for method in METHODS for memory in MEMORY]
-BEGIN, END = "<!-- longest rows: tests/tools/test_longest_row.py writes it -->", "<!-- end of the longest rows -->"
+BEGIN, END = "<!-- longest rows: tests/extras/test_longest_row.py writes it -->", "<!-- end of the longest rows -->"
 HEAD = f"| | {' | '.join(card.name for card in CARDS)} |\n|---|{'---|' * len(CARDS)}\n"
 TABLE = PageTable("recipes.md", BEGIN, END, HEAD, list(METHODS))
 

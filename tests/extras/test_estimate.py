@@ -15,15 +15,15 @@ from recorders import calls_of
 from tiny import FAMILIES, SIZES, VOCAB, tiny_model, tiny_tokenizer
 
 from liger_trainer.errors import ConfigError
+from liger_trainer.extras.estimate import estimator as estimating
+from liger_trainer.extras.estimate import simulate as memory_simulation
+from liger_trainer.extras.estimate.estimator import GPUS, gpu_named
+from liger_trainer.extras.estimate.memory_tracker import BLOCK, MemoryTracker
+from liger_trainer.extras.estimate.simulate import ModelSpec, Rollout, StepSpec, simulate
+from liger_trainer.extras.estimate.stand_ins import MomentsOptimizer
+from liger_trainer.extras.estimate.step_spec import Sharding
 from liger_trainer.losses.spec import Distillation, LossOptions
 from liger_trainer.patching.patcher import base_of, patch
-from liger_trainer.tools.estimate import estimator as estimating
-from liger_trainer.tools.estimate import simulate as memory_simulation
-from liger_trainer.tools.estimate.estimator import GPUS, gpu_named
-from liger_trainer.tools.estimate.memory_tracker import BLOCK, MemoryTracker
-from liger_trainer.tools.estimate.simulate import ModelSpec, Rollout, StepSpec, simulate
-from liger_trainer.tools.estimate.stand_ins import MomentsOptimizer
-from liger_trainer.tools.estimate.step_spec import Sharding
 from liger_trainer.trainers.rollouts import Rollouts
 
 ADAMW = functools.partial(torch.optim.AdamW, fused=True)
@@ -181,7 +181,7 @@ def test_checkpointing_lora_and_quantised_weights_take_less():
 
 
 def test_weights_in_4_bits_are_unpacked_into_memory_of_the_largest(monkeypatch):
-    monkeypatch.setattr("liger_trainer.tools.estimate.simulate._round_adapters", lambda model: None)  # alike in both
+    monkeypatch.setattr("liger_trainer.extras.estimate.simulate._round_adapters", lambda model: None)  # alike in both
     spec = step(peft=LORA)
     packed = simulate(step(peft=LORA, student=dataclasses.replace(spec.student, bits=4)))
     largest = 4 * spec.student.config.hidden_size * spec.student.config.intermediate_size

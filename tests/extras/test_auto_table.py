@@ -9,8 +9,8 @@ from real_shapes import save_shapes
 
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.config.schema import built_in_configs
-from liger_trainer.tools.estimate.engine import choices
-from liger_trainer.tools.estimate.estimator import gpu_named
+from liger_trainer.extras.estimate.engine import choices
+from liger_trainer.extras.estimate.estimator import gpu_named
 
 COUNTS, SIZES = (1, 2, 4, 8), ("24GB", "48GB", "80GB")
 # the demo's data would be written, and smollm2's fit everywhere
@@ -20,7 +20,7 @@ HEAD = (
     "| configuration | " + " | ".join(f"{size[:2]} GB" for size in SIZES) + " |\n"
     "|---|" + "---|" * len(SIZES) + "\n"
 )  # fmt: skip
-BEGIN, END = "<!-- engines: tests/tools/test_auto_table.py writes it -->", "<!-- end of the engines -->"
+BEGIN, END = "<!-- engines: tests/extras/test_auto_table.py writes it -->", "<!-- end of the engines -->"
 TABLE = PageTable("distributed.md", BEGIN, END, HEAD, NAMES)
 
 
