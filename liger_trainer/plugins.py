@@ -23,7 +23,6 @@ PLUGINS = {
     TASK: "tasks",
     "lm_eval": "lm_harness",
     "vocab_parallel_trainer": "vocab_parallel.trainer",
-    "selfcheck": "op_checks",
 }
 
 # Attributes that extras leave on modules. A trainer without the setting has to see what an earlier one has done.

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from ..extras.selfcheck import CheckResult
     from ..patching.patcher import PatchReport
     from ..tools.doctor import Diagnosis
-    from ..tools.selfcheck import CheckResult
 
 
 def doctor(
@@ -204,7 +204,7 @@ def selfcheck(
     quieten()
     import torch
 
-    from ..tools.selfcheck import default_dtypes, run_checks, runs_kernels
+    from ..extras.selfcheck import default_dtypes, run_checks, runs_kernels
 
     place = _device(device)
     dtypes = tuple(getattr(torch, name) for name in dtype) if dtype else default_dtypes(place)

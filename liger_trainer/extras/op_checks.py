@@ -1,4 +1,4 @@
-"""The ops of extras in the table of `selfcheck`: see tools/selfcheck_cases.py."""
+"""The ops of extras in the table of `selfcheck`: see selfcheck_cases.py."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,7 @@ from ..kernels.kl_div import kl_div
 from ..kernels.linear_alm import linear_alm, linear_alm_reference
 from ..kernels.linear_uld import linear_uld, linear_uld_reference
 from ..kernels.tvd import tvd, tvd_reference
-from ..tools.selfcheck_cases import (
+from .selfcheck_cases import (
     EPS,
     HEAD_LEAVES,
     Check,

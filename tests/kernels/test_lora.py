@@ -11,12 +11,12 @@ from op_table import CASES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from liger_trainer.extras.selfcheck_cases import layer
 from liger_trainer.kernels import _low_rank
 from liger_trainer.kernels._low_rank import Numerics, split
 from liger_trainer.kernels.lora_experts import StackedProjection, lora_experts
 from liger_trainer.kernels.lora_linear import lora_linear
 from liger_trainer.kernels.types import Gate
-from liger_trainer.tools.selfcheck_cases import layer
 
 LINEAR, LINEARS, MLP, EXPERTS = (CASES[name] for name in ("lora_linear", "lora_linears", "lora_mlp", "lora_experts"))
 

@@ -10,6 +10,7 @@ from op_table import ADAPTER
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from liger_trainer.extras.selfcheck_cases import SCALES, Draw, adapted
 from liger_trainer.kernels import _low_rank
 from liger_trainer.kernels._dropout import LEVELS, add_gradients, draw_seed, kept, philox, runs_of, values_of_kept
 from liger_trainer.kernels._low_rank import Numerics
@@ -17,7 +18,6 @@ from liger_trainer.kernels.gated_linear import gated_linear_reference
 from liger_trainer.kernels.lora_linear import lora_linear
 from liger_trainer.kernels.lora_mlp import lora_mlp
 from liger_trainer.kernels.types import Adapter, Projection
-from liger_trainer.tools.selfcheck_cases import SCALES, Draw, adapted
 
 SEED = 0x299F31D0A4093822
 

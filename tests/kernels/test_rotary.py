@@ -9,9 +9,9 @@ from kernel_checks import assert_same, check, evaluate
 from op_table import CASES, OLMO, QWEN, angles
 from torch import Tensor
 
+from liger_trainer.extras.selfcheck_cases import Draw, Sizes
 from liger_trainer.kernels.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope import rope, rope_reference
-from liger_trainer.tools.selfcheck_cases import Draw, Sizes
 
 NORMED = ("q", "k", "q_weight", "k_weight")
 

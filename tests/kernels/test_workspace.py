@@ -9,10 +9,10 @@ import torch
 from kernel_checks import evaluate
 from op_table import CASES
 
+from liger_trainer.extras.selfcheck_cases import layer
 from liger_trainer.kernels._workspace import SharedUnpack, Workspace
 from liger_trainer.kernels.lora_linears import lora_linears
 from liger_trainer.kernels.lora_mlp import lora_mlp
-from liger_trainer.tools.selfcheck_cases import layer
 
 FP32, CPU = torch.float32, torch.device("cpu")
 

@@ -1,6 +1,6 @@
 """Every op of the layers and of given distributions in every form, for tests of what all of them promise.
 
-Ops and inputs are those of `liger_trainer/tools/selfcheck_cases.py`, at sizes that take several small blocks; what is
+Ops and inputs are those of `liger_trainer/extras/selfcheck_cases.py`, at sizes that take several small blocks; what is
 here are the forms: options, missing weights, packed tensors, further adapters.
 """
 
@@ -14,10 +14,10 @@ import torch
 from kernel_checks import Place
 from torch import Tensor
 
+from liger_trainer.extras import selfcheck_cases as shared
+from liger_trainer.extras.selfcheck import all_checks
+from liger_trainer.extras.selfcheck_cases import Draw, Sizes, adapted
 from liger_trainer.kernels.types import Gate
-from liger_trainer.tools import selfcheck_cases as shared
-from liger_trainer.tools.selfcheck import all_checks
-from liger_trainer.tools.selfcheck_cases import Draw, Sizes, adapted
 
 Tensors = dict[str, Any]
 SMALL = Sizes(rows=7, hidden=24, inner=21, vocab=37, rank=3, heads=4, keys=2, width=16, positions=5)

@@ -10,9 +10,9 @@ from commands import end_of
 
 from liger_trainer import kernels
 from liger_trainer.cli import doctor
+from liger_trainer.extras import selfcheck
+from liger_trainer.extras.selfcheck_cases import Check
 from liger_trainer.kernels.rms_norm import rms_norm
-from liger_trainer.tools import selfcheck
-from liger_trainer.tools.selfcheck_cases import Check
 
 CPU = torch.device("cpu")
 CHECKS = selfcheck.all_checks()

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import plugins
 from ..kernels.runtime import use_triton
 from ..patching.patcher import patch
+from . import op_checks
 from .selfcheck_cases import CHECKS, Check, Draw, Outputs
 
 # A few roundings of the dtype, for cases in which plain torch happens to be exact.
@@ -83,7 +83,7 @@ def default_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 
 def all_checks() -> tuple[Check, ...]:
     """Return the checks of every op of the package."""
-    return (*CHECKS, *plugins.load("selfcheck").CHECKS)
+    return (*CHECKS, *op_checks.CHECKS)
 
 
 def run_checks(
