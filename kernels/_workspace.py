@@ -24,25 +24,31 @@ class Workspace:
     def __init__(self, size: int):
         self.size = size
         # the stream that uses it, and the memory while nobody has it
-        self._memory: dict[tuple[torch.device, torch.dtype], tuple[Any, list[Tensor]]] = {}
+        self._memory: dict[tuple[torch.device, torch.dtype, Any], tuple[Any, list[Tensor]]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Workspace":
         memo[id(self)] = clone = Workspace(self.size)
         return clone
 
     @contextlib.contextmanager
-    def lent(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+    def lent(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, fake_mode: Any = None
+    ) -> Iterator[Tensor]:
         """Lend memory for a tensor. What reads it must be on the device's current stream before it is given back.
 
         A tensor of its own is lent while another is, and on another stream than the first one: so CUDA graphs, which
         are recorded on a stream of theirs, have their own memory.
+
+        Args:
+            fake_mode: the FakeTensorMode of what is read into it; its tensors have no memory, and serve no other.
         """
         stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
-        entry = self._memory.get((device, dtype))
+        key = device, dtype, fake_mode
+        entry = self._memory.get(key)
         if entry is None:
             with torch.inference_mode(False):  # a tensor of that mode could not be used outside of it
                 entry = stream, [torch.empty(self.size, dtype=dtype, device=device)]
-            entry = self._memory.setdefault((device, dtype), entry)
+            entry = self._memory.setdefault(key, entry)
         owner, free = entry
         numel = torch.Size(shape).numel()
         memory = None
@@ -82,6 +88,7 @@ class SharedUnpack:
         if not use_triton(weight.new_empty(0, dtype=self.dtype)):
             yield self.unpack(weight)
             return
-        with self.workspace.lent(self.shape, self.dtype, weight.device) as out:
+        fake_mode = getattr(weight, "fake_mode", None)
+        with self.workspace.lent(self.shape, self.dtype, weight.device, fake_mode) as out:
             self.write(weight, out)
             yield out

@@ -66,8 +66,10 @@ def is_hooked_by_deepspeed(module: nn.Module) -> bool:
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether a module's own hooks want the gradients of what it takes or returns."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+    """Whether hooks want the gradients of what a module takes or returns: its own, or those of all modules."""
+    torchs: Any = nn.modules.module
+    of_all = torchs._global_backward_hooks, torchs._global_backward_pre_hooks
+    return any((module._backward_hooks, module._backward_pre_hooks, *of_all))
 
 
 def is_called(module: nn.Module) -> bool:

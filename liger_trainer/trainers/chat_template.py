@@ -76,41 +76,98 @@ def check_chats(
     """
     if not isinstance(dataset, Dataset) or "input_ids" in dataset.column_names:
         return
-    if not (template or tokenizer.chat_template):  # TRL refuses it
-        return
     columns = [column for column in CHAT_COLUMNS_READ if column in dataset.column_names]
-    seen: set[Any] = set()
-    known: set[str] = set(_WRITTEN) if allow_unwritten else set()
-    wanted: list[type | None] = []
+    check = ChatCheck(tokenizer, template, place, allow_unwritten, only_answers)
     rows: Any = dataset.select_columns(columns) if columns else ()
     for index, row in enumerate(rows):
         messages = _chat(row, place(index))
         if not isinstance(messages, list):
             return
+        check(row, messages, index)
+
+
+class ChatCheck:
+    """Checks chats one by one, and renders one of each sequence of messages. Its arguments are `check_chats`'."""
+
+    def __init__(
+        self, tokenizer: Any, template: str | None, place: Callable[[int], str], allow_unwritten: bool,
+        only_answers: bool,
+    ):  # fmt: skip
+        self._tokenizer, self._template, self.place, self._only_answers = tokenizer, template, place, only_answers
+        self._seen: set[Any] = set()
+        self._known: set[str] = set(_WRITTEN) if allow_unwritten else set()
+        self._wanted: list[type | None] = []
+
+    def __call__(self, row: Mapping[str, Any], messages: list[dict[str, Any]], index: int) -> None:
+        if not (self._template or self._tokenizer.chat_template):  # TRL refuses it
+            return
         reason = _empty_message(messages)
-        if reason is None and only_answers and set(row) & {"messages", "completion"}:
+        if reason is None and self._only_answers and set(row) & {"messages", "completion"}:
             reason = no_answer(messages, NO_ANSWERS)
         if reason:
-            raise DataError(f"{place(index)}: {reason}.")
+            raise DataError(f"{self.place(index)}: {reason}.")
         kind = (*map(_kind, messages), bool(row.get("tools")))
-        if kind in seen:
-            continue
-        seen.add(kind)
+        if kind in self._seen:
+            return
+        self._seen.add(kind)
         try:
-            rendered = _renderer(row, tokenizer, template)
-            if any(message.get("tool_calls") for message in messages):
-                wanted = wanted or [arguments_wanted(_renderer({}, tokenizer, template))]
-                messages = with_arguments(messages, wanted[0]) if wanted[0] else messages
-            problem = _problem(messages, rendered) or _unwritten(row, messages, rendered, tokenizer, template, known)
+            problem = self._rendered(row, messages)
         except LimitExceeded as error:
             raise ConfigError(
-                f"{place(index)}: the chat template does not come to an end: rendering the row {error}. Set "
+                f"{self.place(index)}: the chat template does not come to an end: rendering the row {error}. Set "
                 "chat_template_path to another template."
             ) from None
         except DataError as error:
             problem = str(error)
         if problem:
-            raise DataError(f"{place(index)}: {problem}")
+            raise DataError(f"{self.place(index)}: {problem}")
+
+    def _rendered(self, row: Mapping[str, Any], messages: list[dict[str, Any]]) -> str | None:
+        """Return why a row cannot be rendered, or not all of it; None where it can."""
+        rendered = _renderer(row, self._tokenizer, self._template)
+        if any(message.get("tool_calls") for message in messages):
+            self._wanted = self._wanted or [arguments_wanted(_renderer({}, self._tokenizer, self._template))]
+            messages = with_arguments(messages, self._wanted[0]) if self._wanted[0] else messages
+        return _problem(messages, rendered) or _unwritten(
+            row, messages, rendered, self._tokenizer, self._template, self._known
+        )
+
+
+def check_as_read(stream: Any, check: ChatCheck, text_field: str) -> Any:
+    """Return a stream that raises DataError at a row that cannot be learned, such as one with null for its text."""
+
+    def passes(row: Any, index: int) -> bool:
+        where = check.place(index)
+        if "input_ids" in row:
+            _check_tokens_of(row, where)
+            return True
+        messages = _chat(row, where)
+        if isinstance(messages, list):
+            check(row, messages, index)
+            return True
+        chat = "messages" in row and text_field != "messages"
+        read = ("prompt", "completion") if "prompt" in row else ("messages",) if chat else (text_field,)
+        for name in read if "completion" in row else read[:1]:
+            if not isinstance(row.get(name), str) or chat:
+                expected, got = "messages" if chat else "text", "null" if row.get(name) is None else repr(row[name])
+                raise DataError(f"{where}: column {name!r}: expected {expected}, got {got:.80}.")
+        return True
+
+    return stream.filter(passes, with_indices=True)  # a map would lose what is known of the columns
+
+
+def _check_tokens_of(row: Mapping[str, Any], place: str) -> None:
+    """Raise DataError where a tokenized row holds no list of ids, or another number of labels than of ids."""
+    names = [name for name in ("input_ids", "labels") if name in row]
+    for name in names:
+        if row[name] is None or isinstance(row[name], str) or not hasattr(row[name], "__len__"):
+            got = "null" if row[name] is None else repr(row[name])
+            raise DataError(f"{place}: column {name!r}: expected a list of token ids, got {got:.80}.")
+    lengths = [len(row[name]) for name in names]
+    if len({*lengths}) > 1:
+        raise DataError(
+            f"{place}: expected as many labels as input_ids, got {lengths[1]} labels of {lengths[0]} tokens."
+        )
 
 
 def _chat(row: Mapping[str, Any], place: str) -> Any:

@@ -26,8 +26,6 @@ def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, A
     function = arguments.get("formatting_func")
 
     def read(dataset: Any) -> Any:
-        if isinstance(dataset, Mapping):
-            return {name: read(part) for name, part in dataset.items()}
         if function is None or not isinstance(dataset, Dataset | IterableDataset):
             if not (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
                 _check_columns(dataset, text_field)
@@ -35,9 +33,10 @@ def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, A
             return in_messages(dataset, text_field, prompt)
         return _formatted(dataset, function, text_field)
 
-    changed = {
-        name: read(arguments[name]) for name in ("train_dataset", "eval_dataset") if arguments.get(name) is not None
-    }
+    given = {name: arguments[name] for name in ("train_dataset", "eval_dataset") if arguments.get(name) is not None}
+    changed = {name: read(rows) for name, rows in given.items()}
+    if isinstance(tests := given.get("eval_dataset"), Mapping):  # of training rows, TRL's refusal names the type
+        changed["eval_dataset"] = {name: read(rows) for name, rows in tests.items()}
     return changed if function is None else {**changed, "formatting_func": None}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -25,6 +25,8 @@ from ..losses.model_parts import embedding_rows, head_rows, output_module
 from ..teachers.row_keys import DocumentCollator, check_known, column_names, documents, row_key, rows_with
 from ..teachers.vocabulary import end_tokens
 from .chat_template import (
+    ChatCheck,
+    check_as_read,
     check_chats,
     check_part,
     fit_arguments,
@@ -135,8 +137,9 @@ class RowPreparation:
         self.facts: dict[str, RowFacts] = {}
         self.largest_ids: dict[str, LargestIds] = {}
         self._last_special: int | None = None  # among the last tokens that the first training row has learned
-        check_names(call.arguments.get("eval_dataset"))
         config: Any = call.arguments.get("args")
+        prepared = (getattr(config, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
+        check_evaluated(call.arguments.get("eval_dataset"), not prepared)
         call.arguments.update(datasets_in_messages(call.arguments, config))
         self._config = config
         self._part: str | None = getattr(config, "supervised_part", None)
@@ -241,17 +244,19 @@ class RowPreparation:
         return prepared
 
     def check_chats(self, dataset: Any, tokenizer: Any, name: str) -> Any:
-        """Return rows whose tool calls are as the trainer's template writes them.
+        """Return rows whose tool calls are as the trainer's template writes them. A stream is checked as it is read.
 
         Raises:
             DataError: a row of chat messages that the template cannot render, or not all of.
         """
-        check_chats(
-            dataset, tokenizer, self._trainer.chat_template, f"row {{}} of the {name} dataset".format,
-            allow_unwritten=self._allow_unwritten,
-            only_answers=self._only_answers,
-        )  # fmt: skip
-        return fit_arguments(dataset, tokenizer, self._trainer.chat_template)
+        template, place = self._trainer.chat_template, f"row {{}} of the {name} dataset".format
+        options = self._allow_unwritten, self._only_answers
+        if isinstance(dataset, IterableDataset):
+            check = ChatCheck(tokenizer, template, place, *options)
+            dataset = check_as_read(dataset, check, getattr(self._config, "dataset_text_field", "text"))
+        else:
+            check_chats(dataset, tokenizer, template, place, *options)
+        return fit_arguments(dataset, tokenizer, template)
 
     def check_ids(self, model: Any) -> None:
         """Raise DataError where rows have token ids that a model does not have. Streams cannot be looked through."""
@@ -291,13 +296,30 @@ def last_special(row: Mapping[str, Any], tokenizer: Any) -> int | None:
     return next(ends, None)
 
 
-def check_names(eval_dataset: Any) -> None:
-    """Raise ConfigError for an evaluation dataset by the name that the training rows have, here and in the logs."""
-    if isinstance(eval_dataset, Mapping) and "train" in eval_dataset:
+def check_evaluated(dataset: Any, to_be_prepared: bool = True) -> None:
+    """Check what is given to be evaluated.
+
+    Args:
+        dataset: a dataset, or several by name; None for none.
+        to_be_prepared: whether the trainer prepares its rows; else it may be any dataset of torch.
+
+    Raises:
+        ConfigError: a dataset by the name that the training rows have, here and in the logs.
+        DataError: something else than a dataset of rows that can be prepared.
+    """
+    if isinstance(dataset, Mapping) and "train" in dataset:
         raise ConfigError(
             "eval_dataset: 'train' is the name of the training rows; give this dataset another, such as 'seen'. To "
             "evaluate on one split of a DatasetDict, pass that split."
         )
+    for rows in dataset.values() if isinstance(dataset, Mapping) else [] if dataset is None else [dataset]:
+        if to_be_prepared and not isinstance(rows, Dataset | IterableDataset):
+            of = " in a dict" if isinstance(dataset, Mapping) else ""
+            raise DataError(
+                "eval_dataset: expected a Dataset or an IterableDataset of datasets, or a dict of them by name, got "
+                f"{type(rows).__name__}{of}. Make one of rows by Dataset.from_list(rows), of columns by "
+                "Dataset.from_dict(columns), of files by load_dataset."
+            )
 
 
 def kept_length(args: Any, packing: bool) -> tuple[int | None, str]:

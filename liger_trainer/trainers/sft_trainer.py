@@ -35,7 +35,7 @@ from .loaders import EvaluationRows, by_seed, endless, tell_epoch, warn_of_epoch
 from .metrics import StepMetrics, TokenCount, count, num_tokens, remember_tokens, widen_notebook_table
 from .one_launch_adamw import OneLaunchStep
 from .options import ADAMW_8BIT, AUTO, FAST, MEMORY, STOP, correct_guess, follow_direction
-from .row_preparation import TOKEN_WEIGHTS, RowPreparation, RowWeights, WeightCollator, check_names
+from .row_preparation import TOKEN_WEIGHTS, RowPreparation, RowWeights, WeightCollator, check_evaluated
 from .rows import check_positions
 from .sequence_parallel import check_slices, ranks_summed, slice_documents
 from .step_graphs import PADDING, reduce_host_work
@@ -384,7 +384,8 @@ class LigerTrainer(SFTTrainer):
     # an evaluation
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        check_names(eval_dataset)
+        if not isinstance(eval_dataset, str):  # the name of one that the trainer has
+            check_evaluated(eval_dataset, not self._skip_prepare_dataset)
         self._eval_prefix = metric_key_prefix
         with public_report(self.args):
             metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)

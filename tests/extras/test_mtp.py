@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from liger_trainer import LigerConfig
 from liger_trainer.common.mtp_head import INDEX, ONE_FILE
-from liger_trainer.errors import ConfigError
+from liger_trainer.errors import ConfigError, NonFiniteError
 
 RUN: dict[str, Any] = {"config": LigerConfig, "max_length": 24, "max_steps": 2, "train_sampling_strategy": "sequential"}
 WEIGHT = 0.3
@@ -286,3 +286,11 @@ def test_heads_of_another_form_are_refused(source, tmp_path):
         save_file(weights, folder / ONE_FILE, metadata={"format": "pt"})
         with pytest.raises(ConfigError, match=message):
             sft(str(folder), mtp_loss_weight=WEIGHT, **RUN)
+
+
+def test_a_loss_of_the_head_that_is_infinite_stops_the_training(source):
+    trainer = sft(str(source), data=completions(4), mtp_loss_weight=WEIGHT, **RUN)
+    with torch.no_grad():
+        trainer.model.mtp.norm.weight.fill_(1e38)
+    with pytest.raises(NonFiniteError, match="In step 1 the loss and the gradient norm are not finite"):
+        trainer.train()

@@ -1,6 +1,7 @@
 """Memory that packed weights share: who gets it, and that the ops over it compute as over weights of their own."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 from kernel_checks import evaluate
 from op_table import CASES
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_trainer.extras.selfcheck_cases import layer
+from liger_trainer.kernels._triton import without_launches
 from liger_trainer.kernels._workspace import SharedUnpack, Workspace
 from liger_trainer.kernels.lora_linears import lora_linears
 from liger_trainer.kernels.lora_mlp import lora_mlp
@@ -52,6 +55,20 @@ def test_a_copy_has_memory_of_its_own():
     workspace = Workspace(4)
     with workspace.lent((4,), FP32, CPU) as first, copy.deepcopy(workspace).lent((4,), FP32, CPU) as second:
         assert first.data_ptr() != second.data_ptr()
+
+
+def test_tensors_without_data_are_kept_apart():
+    workspace = Workspace(4)
+    unpack = SharedUnpack(torch.clone, lambda packed, out: out.copy_(packed), (4,), FP32, workspace)
+    addresses = []
+    for mode in (FakeTensorMode(), None, FakeTensorMode(), None):
+        weight = torch.arange(4.0) if mode is None else mode.from_tensor(torch.ones(4))
+        with mode or nullcontext(), without_launches(), unpack.lent(weight) as out:
+            assert (type(out) is torch.Tensor) == (mode is None)
+            if mode is None:
+                assert torch.equal(out, weight)
+                addresses.append(out.data_ptr())
+    assert len({*addresses}) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="streams are a GPU's")

@@ -294,3 +294,17 @@ def test_backward_hooks_on_a_plain_head_need_its_logits(kind):
         assert_equals_plain(model, truth)
     assert len(seen) == 2
     assert "its output head (Linear) has backward hooks" in str(Head.read(model.lm_head))
+
+
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook"])
+def test_backward_hooks_on_all_modules_are_called_for_the_head(kind):
+    model, seen = tiny_model(), []
+    FusedLoss(model)
+    register = getattr(torch.nn.modules.module, f"register_module_{kind}")
+    handle = register(lambda module, *gradients: seen.append(module))
+    try:
+        with warnings.catch_warnings(action="ignore", category=MaterializedLogitsWarning):
+            model(**masked_batch()).loss.backward()
+    finally:
+        handle.remove()
+    assert model.lm_head in seen

@@ -146,6 +146,8 @@ NAMES = (
     Name(_MODULE, "Module._backward_hooks", "the same"),
     Name(_MODULE, "Module._backward_pre_hooks", "the same"),
     Name(_MODULE, "_has_any_global_hook", "the same, for hooks on all modules", ()),
+    Name(_MODULE, "_global_backward_hooks", "the same, for those that want gradients"),
+    Name(_MODULE, "_global_backward_pre_hooks", "the same, for those that want gradients"),
     Name(_MODULE, "Module._replicate_for_data_parallel", "a patched model refuses nn.DataParallel", ()),
     Name("torch._dynamo.eval_frame", "OptimizedModule._orig_mod", "a compiled model is told from a plain one"),
     Name("torch.utils.hooks", "RemovableHandle.next_id", "tells whether hooks were registered since"),

@@ -5,7 +5,7 @@ import json
 import pytest
 import trainings
 from datasets import Dataset, Features, IterableDataset, Json, List, Value
-from tiny import WORDS, tiny_tokenizer
+from tiny import CHAT_TEMPLATE, WORDS, tiny_tokenizer
 
 from liger_trainer import LigerConfig
 from liger_trainer.errors import DataError
@@ -250,6 +250,47 @@ def test_rows_in_python_that_cannot_be_learned_are_refused(name):
     data, message = REFUSED[name]
     with pytest.raises(DataError, match=message):
         sft(data=data())
+
+
+def stream_of(*rows: dict) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+GOOD, TURN = [{"text": f"w{i}"} for i in range(5)], [{"messages": answered({"content": "w2"})}] * 5
+STREAMS = {
+    "null": ([*GOOD, {"text": None}], "'text': expected text, got null"),
+    "a number": ([*GOOD, {"text": 7}], "'text': expected text, got 7"),
+    "no completion": (
+        [*[{"prompt": "w1", "completion": "w2"}] * 5, {"prompt": "w1", "completion": None}], "'completion': expect",
+    ),
+    "no chat": ([*TURN, {"messages": None}], "'messages': expected messages, got null"),
+    "no content": ([*TURN, {"messages": answered({"content": None})}], "a message of assistant without any content"),
+    "a role": ([*TURN, {"messages": [{"role": "critic", "content": "w1"}]}], "does not know the role 'critic'"),
+    "no tokens": ([*[{"input_ids": [1, 2]}] * 5, {"input_ids": None}], "'input_ids': expected a list of token ids"),
+    "fewer labels": (
+        [*[{"input_ids": [1, 2], "labels": [1, 2]}] * 5, {"input_ids": [1, 2], "labels": [1]}],
+        "got 1 labels of 2 tokens",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_row_of_a_stream_that_cannot_be_learned_is_refused_when_it_comes(name):
+    rows, message = STREAMS[name]
+    tokenizer = with_template(CHAT_TEMPLATE.replace("{% else %}", "{% elif m['role'] == 'user' %}"))
+    trainer = sft(data=stream_of(*rows), processing_class=tokenizer, max_steps=2)
+    with pytest.raises(DataError, match=f"^row 5 of the train dataset: .*{message}"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("rows", [GOOD, {"a": GOOD}, {"text": ["w1"]}, "test"])
+def test_rows_to_evaluate_that_are_no_dataset_are_refused_by_their_type(rows):
+    refused = pytest.raises(DataError, match="eval_dataset: expected a Dataset or .*, got (list|str).* Make one of")
+    with refused:
+        sft(eval_data=rows)
+    if not isinstance(rows, str):  # there it is a name
+        with refused:
+            sft().evaluate(rows)
 
 
 def test_what_is_not_read_may_be_anything():
