@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +25,12 @@ from ..compat.torch_internals import (
 )
 from ..errors import ConfigError
 from ..kernels.linear_cross_entropy import linear_cross_entropy
-from ..kernels.linear_log_probs import LogProbs, linear_log_probs
 from ..kernels.lora_linear import lora_linear_reference
 from .deferred_logits import DeferredLogits, DeferredPass
 from .model_parts import Head, gather, output_module, reader_of, sharded_head
+
+if TYPE_CHECKING:
+    from ..kernels.linear_log_probs import LogProbs
 
 # Without gradients a model returns its deferred logits as `LazyLogits`. An evaluation loop gathers every tensor of an
 # output and cannot say in advance whether its metrics need logits. So a loss-only evaluation never computes them.
@@ -218,8 +220,10 @@ def _deferred_on_ranks(shards: Any, state: DeferredPass) -> Iterator[None]:
 class ScoredLogits(DeferredLogits):
     """(..., V) logits that answer for losses on them. See the top of this file."""
 
-    def log_probs(self, labels: Tensor, **options: Any) -> LogProbs:
+    def log_probs(self, labels: Tensor, **options: Any) -> "LogProbs":
         """Return the values of labels (...), in their shape. options: of `linear_log_probs`."""
+        from ..kernels.linear_log_probs import LogProbs, linear_log_probs  # which only TRL's losses on rollouts need
+
         with self.autocasting():
             values = linear_log_probs(**self.operands(), labels=labels.reshape(-1), **options)
         return LogProbs(*(None if x is None else x.view(labels.shape) for x in values))  # pyright: ignore[reportArgumentType]

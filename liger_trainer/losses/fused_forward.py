@@ -14,7 +14,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from ..errors import ConfigError, MaterializedLogitsWarning
 from .answers import as_teacher_answer, cross_entropy_loss
 from .deferred_logits import DeferredLogits, settled
 from .deferring_head import Checkpoints, LazyLogits, deferred_logits
-from .hidden_states import HiddenPass
 from .model_parts import gather_head_for_pass, output_module, sharded_head
 from .spec import (
     IGNORE_INDEX,
@@ -41,6 +40,9 @@ from .spec import (
     check_lengths,
     token_output,
 )
+
+if TYPE_CHECKING:
+    from .hidden_states import HiddenPass
 
 _NUMBERS = itertools.count()  # of the losses that were made in this process
 
@@ -128,7 +130,7 @@ class FusedLoss:
     def forward(
         self, model: Any, *args, labels: Tensor | None = None, shift_labels: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None, num_processes: int = 1,
-        teacher_logits: Logits | TeacherAnswer | None = None, hidden_pass: HiddenPass | None = None,
+        teacher_logits: Logits | TeacherAnswer | None = None, hidden_pass: "HiddenPass | None" = None,
         mtp_pass: Any = None, token_weights: TokenWeights | None = None, fused_lm_head: bool = False,
         skip_logits: bool | None = None, **kwargs,
     ):  # fmt: skip
@@ -203,7 +205,7 @@ class LossOfOneForward:
 
     def __init__(
         self, model_name: str, targets: BatchTargets, options: LossOptions, teacher: Logits | TeacherAnswer | None,
-        hidden: HiddenPass | None = None, mtp: Any = None,
+        hidden: "HiddenPass | None" = None, mtp: Any = None,
     ):  # fmt: skip
         self._model_name, self._targets, self._options = model_name, targets, options
         self._hidden, self._mtp = hidden, mtp

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..common.files import sha256
 from ..errors import ConfigError, CorruptError
-from ..losses.answers import RecordedAnswer, SparseAnswer
+from ..losses.answers import RecordedAnswer
+from ..losses.sparse_answer import SparseAnswer
 from ..losses.spec import TeacherAnswer
 from .base import DistillHost, Teacher
 from .cache.records import HiddenFormat, TeacherHead

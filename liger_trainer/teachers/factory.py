@@ -1,4 +1,4 @@
-"""Which class teaches: the one place that knows every kind of teacher."""
+"""Which class teaches: the one place that knows every kind of teacher. Only the one that is made is imported."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,11 +10,8 @@ from ..errors import ConfigError
 from ..plugins import load
 from .adapters_off import SelfTeacher
 from .base import Teacher
-from .cached import CachedTeacher
 from .config import TeacherConfig
-from .ensemble import EnsembleTeacher
 from .model import ModelTeacher
-from .server import ServerTeacher
 
 RowsForReading = Callable[[Any, Dataset, Any, Any], Dataset]
 """(args, dataset, tokenizer, formatting_func): the rows as a model with that tokenizer reads them."""
@@ -38,10 +35,14 @@ def make_teacher(args: TeacherConfig, teacher_model: GivenTeacher, rows_for_read
             "cache, or leave it out."
         )
     if args.teachers is not None or isinstance(teacher_model, Mapping):
+        from .ensemble import EnsembleTeacher
+
         return EnsembleTeacher(args, teacher_model)
     if args.teacher_column is not None:
         raise ConfigError("teacher_column chooses among several teachers: name them in teachers, or leave it out.")
     if args.teacher == "cache":
+        from .cached import CachedTeacher
+
         return CachedTeacher(args, teacher_model)
     if args.teacher != "model" and teacher_model is not None:
         raise ConfigError(f"teacher={args.teacher!r} takes no model: leave teacher_model and its name in args out.")
@@ -57,6 +58,8 @@ def _plain(args: TeacherConfig, teacher_model: GivenTeacher, rows_for_reading: R
     if args.teacher == "self":
         return SelfTeacher()
     if args.teacher == "server":
+        from .server import ServerTeacher
+
         return ServerTeacher(args)
     if teacher_model is None:
         raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")

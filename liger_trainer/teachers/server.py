@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 
 from ..errors import ConfigError
-from ..losses.answers import SparseAnswer, TokenTargets
+from ..losses.sparse_answer import SparseAnswer, TokenTargets
 from ..secrets import remember_settings
 from .base import DistillHost, Teacher
 from .config import TeacherConfig

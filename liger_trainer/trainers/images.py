@@ -21,7 +21,6 @@ from ..errors import ConfigError, DataError
 from ..losses.model_parts import placeholder_ids, reads_images
 from ..losses.spec import IGNORE_INDEX
 from ..patching.patcher import base_of
-from ..teachers.own_images import image_collator_of_trl, placeholder_of
 from ..teachers.row_keys import column_names
 
 COLUMNS = ("image", "images")
@@ -127,9 +126,13 @@ def with_image_collator(collator: Any, model: Any, learned: bool) -> Any:
     Raises:
         ConfigError: the model takes no images, or the processor writes placeholders that are not this model's.
     """
+    from ..compat.sft_trainer import DataCollatorForVisionLanguageModeling  # only the trainers need TRL
+
     # Exactly TRL's: a subclass may treat labels in its own way.
-    if type(collator) is not image_collator_of_trl():
+    if type(collator) is not DataCollatorForVisionLanguageModeling:
         return collator
+    from ..teachers.own_images import placeholder_of  # which rows of text need not wait for
+
     if not reads_images(model):
         raise ConfigError(f"The rows have images, and {type(model).__name__} takes none. Load a vision-language model.")
     placeholders, token = placeholder_ids(model.config), placeholder_of(collator.processor)

@@ -5,7 +5,7 @@ import gc
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,11 @@ from ..patching.graphs.cuda_graphs import GraphedLayers
 from ..patching.graphs.layer_graphs import NotCapturable, Places
 from ..patching.patcher import base_of
 from .ddp_gradients import spare_copies_of_gradients
-from .fsdp_memory import ShardedGraphs
 from .host import TrainerHost
 from .options import ALWAYS, AUTO, NEVER
+
+if TYPE_CHECKING:
+    from .fsdp_memory import ShardedGraphs
 
 PADDING = "padding_tokens"  # in a batch: how many tokens at its end are padding
 MOST_PADDING = 0.1  # of a full batch
@@ -130,10 +132,12 @@ def _models(trainer: TrainerHost) -> dict[str, Any]:
     return {"student": base_of(trainer.model), **trainer.frozen_models()}
 
 
-def _sharded(trainer: TrainerHost, wanted: str) -> ShardedGraphs | None:
+def _sharded(trainer: TrainerHost, wanted: str) -> "ShardedGraphs | None":
     """Return what records the layers of models that FSDP2 shards; None where it has none to record."""
     if not trainer.is_fsdp_enabled or wanted == NEVER or _why_no_graphs(trainer) is not None:
         return None
+    from .fsdp_memory import ShardedGraphs  # which other engines need not wait for
+
     return ShardedGraphs(trainer, lambda: _models(trainer), always=wanted == ALWAYS)
 
 

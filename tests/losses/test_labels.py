@@ -16,10 +16,10 @@ import liger_trainer
 from liger_trainer import DistillationCallback, patch
 from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
 from liger_trainer.kernels.types import RowSelection
-from liger_trainer.losses.answers import SparseAnswer, TokenTargets
 from liger_trainer.losses.deferred_logits import DeferredLogits
 from liger_trainer.losses.deferring_head import deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss, _warn_once
+from liger_trainer.losses.sparse_answer import SparseAnswer, TokenTargets
 from liger_trainer.losses.spec import Distillation, LossOptions
 from liger_trainer.patching.patcher import NothingToPatch, patched_record
 

@@ -14,11 +14,11 @@ from tiny import VOCAB, assert_same_gradients, double_copy, masked_batch, named_
 from liger_trainer.errors import MaterializedLogitsWarning
 from liger_trainer.kernels.linear_divergence import distillation_reference
 from liger_trainer.kernels.linear_sparse_divergence import sparse_divergence_reference
-from liger_trainer.losses.answers import SparseAnswer, TokenTargets
 from liger_trainer.losses.deferred_logits import DeferredLogits
 from liger_trainer.losses.deferring_head import deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss
 from liger_trainer.losses.model_parts import Head, output_module
+from liger_trainer.losses.sparse_answer import SparseAnswer, TokenTargets
 from liger_trainer.losses.spec import Distillation, LossOptions
 
 pytestmark = [

@@ -19,8 +19,8 @@ from liger_trainer import DistillationCallback, LigerDistillConfig
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError
 from liger_trainer.kernels.divergence_kinds import KINDS
-from liger_trainer.losses.answers import SparseAnswer, TokenTargets
 from liger_trainer.losses.plan import LOSS_TYPES, entry_rule, plan_of
+from liger_trainer.losses.sparse_answer import SparseAnswer, TokenTargets
 from liger_trainer.losses.spec import BatchTargets, LossOptions
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from liger_trainer import patch
 from liger_trainer.errors import ConfigError
+from liger_trainer.kernels import causal_conv
 from liger_trainer.patching.packing import token_mixers
 from liger_trainer.patching.packing.packed_attention import documents_of
 from liger_trainer.patching.packing.packed_rows import PackedRows, patch_packed_attention, why_documents_mix
@@ -101,8 +102,9 @@ def test_a_convolution_across_documents_is_noticed(monkeypatch):
     model = tiny("lfm2")
     rows = [row + 4 for row in documents(LENGTHS, 50)]
     want = outcome(model, single(rows))
-    op = token_mixers.causal_conv
-    monkeypatch.setattr(token_mixers, "causal_conv", lambda x, w, b, ends, *, silu, bounds: op(x, w, b, silu=silu))
+    op = causal_conv.causal_conv
+    monkeypatch.setattr(causal_conv, "causal_conv", lambda x, w, b, ends, *, silu, bounds: op(x, w, b, silu=silu))
+    monkeypatch.setattr(token_mixers, "convolution", token_mixers.convolution.__wrapped__)  # which remembers the op
     patched = patch(model)
     patch_packed_attention(model, patched, PackedRows())
     with pytest.raises(AssertionError):

@@ -13,7 +13,8 @@ from trl_runs import CPOTrainer, ORPOTrainer, assert_same_numbers, make, trained
 
 import liger_trainer
 from liger_trainer import MaterializedLogitsWarning
-from liger_trainer.losses import deferring_head as scored_logits_file
+from liger_trainer.kernels import linear_log_probs
+from liger_trainer.losses import deferring_head
 from liger_trainer.losses.deferring_head import ScoredLogits, scored_logits
 from liger_trainer.patching.patcher import patched_record
 from liger_trainer.patching.use_liger_kernel import FusedLogProbs
@@ -161,14 +162,14 @@ def test_another_release_of_trl_keeps_its_own_with_a_warning(module, name, other
 
 def test_in_bf16_the_products_are_those_of_the_forwards_autocast(monkeypatch):
     seen = []
-    for name in ("linear_log_probs", "linear_cross_entropy"):
-        op = getattr(scored_logits_file, name)
+    for module, name in ((linear_log_probs, "linear_log_probs"), (deferring_head, "linear_cross_entropy")):
+        op = getattr(module, name)
 
         def spy(*args, op=op, **options):
             seen.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
             return op(*args, **options)
 
-        monkeypatch.setattr(scored_logits_file, name, spy)
+        monkeypatch.setattr(module, name, spy)
     (got, gradients), (want, wanted) = (run("orpo", None, ours, bf16=True) for ours in (True, False))
     assert len(seen) >= 4 and set(seen) == {torch.bfloat16}
     assert_same_numbers(got, want, 0.03)

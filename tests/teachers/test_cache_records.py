@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.losses.answers import TokenTargets
+from liger_trainer.losses.sparse_answer import TokenTargets
 from liger_trainer.teachers.cache.records import COARSE, FINE, Draws, RecordFormat
 
 

@@ -17,7 +17,8 @@ from trl import get_peft_config
 from ...common.weights import adapter_at
 from ...config.yaml_reader import Setting
 from ...errors import ConfigError, LigerTrainerError
-from ...losses.answers import RecordedAnswer, SparseAnswer, TokenTargets
+from ...losses.answers import RecordedAnswer
+from ...losses.sparse_answer import SparseAnswer, TokenTargets
 from ...losses.spec import LossOptions
 from ...patching.patcher import PatchOptions
 from ...plugins import DEMO, TASK

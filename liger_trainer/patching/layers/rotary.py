@@ -13,16 +13,18 @@ import inspect
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ...compat.torch_internals import FakeTensor
-from ...kernels.decode_attention import QKNorm, Rotation
 from ...kernels.rope import rope, rope_reference
 from ..structure import on_miniatures
 from .deferred_norm import Deferred, DeferredNorm, norm_and_rotate
+
+if TYPE_CHECKING:
+    from ...kernels.decode_attention import Rotation
 
 # What a rotary embedding makes of one cosine for each pair, (..., R/2): all, then all again (Llama); each next to its
 # copy (Cohere); or all once (GPT-OSS).
@@ -144,7 +146,7 @@ class Rotated(Deferred):
         rotation: of queries and keys, with their norms.
     """
 
-    def __init__(self, x: Tensor, rotation: Rotation, both: Callable[[], tuple[Tensor, Tensor]], at: int):
+    def __init__(self, x: Tensor, rotation: "Rotation", both: Callable[[], tuple[Tensor, Tensor]], at: int):
         self.x, self.rotation, self._both, self._at = x, rotation, both, at
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
 
@@ -177,7 +179,7 @@ def rotate(
 
 def _rotation_of_one_token(
     rule: RotaryRule, q: Any, k: Any, cos: Tensor, sin: Tensor, heads_dim: int
-) -> Rotation | None:
+) -> "Rotation | None":
     """Return what the attention of one token a row needs to rotate q and k, None where it is not what that computes."""
     norms = [x.pending for x in (q, k) if isinstance(x, DeferredNorm)]
     promotes = rule.promotes and not torch.is_autocast_enabled(q.device.type)
@@ -189,6 +191,8 @@ def _rotation_of_one_token(
         or (promotes and torch.promote_types(q.dtype, cos.dtype) != q.dtype)
     ):
         return None
+    from ...kernels.decode_attention import QKNorm, Rotation  # which a training need not wait for
+
     of_both = None
     if norms:
         one, other = norms

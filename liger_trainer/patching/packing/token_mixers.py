@@ -24,11 +24,9 @@ from ...common.replacements import Replacements
 from ...compat.code_objects import closed_over, globals_read, rebound
 from ...compat.modules import replaced_forward
 from ...compat.recognitions import has_kernel, is_guarded_kernel
-from ...kernels.causal_conv import WIDEST, causal_conv, causal_conv_reference
 from ...kernels.runtime import is_interpreted
 from .. import structure
 from ..options import PatchOptions, PatchReport
-from .delta_rule_gradients import chunk_gradients
 from .document_mask import Documents
 from .packed_attention import documents_of
 
@@ -111,6 +109,8 @@ def _begins(function: Any, names: list[str]) -> bool:
 @functools.cache
 def why_no_conv(function: Callable) -> str | None:
     """Say why a function is not our op, None where it is: values and gradients, with and without bias and SiLU."""
+    from ...kernels.causal_conv import causal_conv_reference  # which other models need not wait for
+
     plain = inspect.unwrap(function)
     with structure.on_miniatures():
         draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
@@ -135,6 +135,7 @@ def why_no_conv(function: Callable) -> str | None:
 @functools.cache  # one function for all layers, so that torch.compile sees one
 def convolution(function: Callable) -> Callable:
     """Return a function that is called like `function` and computed by our op."""
+    from ...kernels.causal_conv import WIDEST, causal_conv
 
     def convolve(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **how: Any
@@ -191,6 +192,8 @@ def _register_gradients() -> bool:
         from fla.ops.common.chunk_o import chunk_bwd_dqkwg  # pyright: ignore[reportMissingImports]
     except ImportError:
         return False
+    from .delta_rule_gradients import chunk_gradients
+
     known = {*inspect.signature(chunk_gradients).parameters, "g_gamma"}
     if set(inspect.signature(inspect.unwrap(chunk_bwd_dqkwg)).parameters) != known:  # of a release that we do not know
         return False

@@ -53,9 +53,9 @@ from torch import Tensor, nn
 from ...compat.modules import forward_below_hook
 from ...errors import ConfigError
 from ...kernels.linear_sparse_divergence import MAX_ENTRIES
-from ...losses.answers import TokenTargets
 from ...losses.deferred_logits import DeferredLogits, DeferredPass
 from ...losses.model_parts import Head
+from ...losses.sparse_answer import TokenTargets
 
 OFFSET = 0.25  # nats; steps are even below it and grow in proportion above it
 MAX_ID_BITS = 25  # an id may start at bit 7 of a byte, and 7 + 25 bits fit in four bytes
