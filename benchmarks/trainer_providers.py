@@ -163,6 +163,7 @@ class Run:
         if self.case.demo and not self.tiny:
             return self._demo(halved=seed == STUDENT and self.case.lora_dropout is None)
         options = self.case.model_options(self.tiny, teacher=seed == TEACHER)
+        register_refused_step()
         model = random_model(shape or self.case.shape, self.tiny, self.device, seed, **options)
         return model.float() if self.tiny else model
 
@@ -195,6 +196,17 @@ class Run:
         where = {"device_map": {"": self.device}, "dtype": model.dtype, "attn_implementation": "sdpa"}
         given = {"config": model.config, "state_dict": model.state_dict(), "quantization_config": how}
         return type(model).from_pretrained(None, **given, **where).train()
+
+
+def register_refused_step() -> None:
+    """Have fla-core, where it is installed and refuses one step of a delta rule's backward, run ours in its place.
+
+    On Hopper with Triton before 3.7.1 no trainer could train a hybrid by fla-core otherwise.
+    """
+    if PathFinder.find_spec("fla") is not None:
+        from liger_trainer.patching.packing.token_mixers import refused
+
+        refused()
 
 
 def prepare(

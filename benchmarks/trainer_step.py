@@ -56,7 +56,8 @@ WHAT = (
     "real ones, with padding in brackets. MiB: the most that the process held, and that above the weights. Gaps: the "
     "largest distance of a step's loss from the first row's, over its first loss, and the relative distance of the "
     "first gradient norm; a row above {loss_tolerance:g} or {norm_tolerance:g} is refused (DPO and "
-    "GRPO: 0.05). Bold: the best of a column."
+    "GRPO: 0.05). Where fla-core refuses a step of the delta rule's backward (Hopper, Triton 3.4.0 to 3.7.0), every "
+    "row of a hybrid has LigerTrainer's function for that step. Bold: the best of a column."
 )
 HEADS = (
     "ms", "of ours: time", "busy, ms", "kernels", "wall / busy", "tokens/s", "MiB", "above weights",
