@@ -4,7 +4,6 @@
     python -m benchmarks.many_gpus --gpus 2 --rows sft-llama-3-8b:trl,trl_compiled,titan,titan_compiled,ours
     python -m benchmarks.many_gpus --rows heads-152k:ours,ours:vocab_parallel=always
     python -m benchmarks.many_gpus --cases 'memory-*' --gpus 1         # `estimate` and what one GPU holds
-    python -m benchmarks.many_gpus --join A.json B.json --output DIR   # one page of several calls
     python -m benchmarks.many_gpus --tiny --gpus 1 2          # processes on CPUs over gloo: does it still work
 
 A row is a provider in a case on so many GPUs, a process each, in the environment that `accelerate launch` gives with
@@ -26,7 +25,6 @@ import argparse
 import contextlib
 import functools
 import itertools
-import json
 import math
 import multiprocessing.connection
 import os
@@ -39,7 +37,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +48,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .measure import MIB, Spread
 from .processes import Process, context_for
-from .report import join_versions, provenance, slug, spread, table, without_output, write
+from .report import join_versions, provenance, spread, table, without_output
 from .trainer_cases import LOSS_TOLERANCE, NORM_TOLERANCE, REFERENCE, TINY_PLAN, Case, Plan, length_of, make_rows
 from .trainer_providers import TRAINERS, Provider, lora_options, prepare
-from .trainer_step import PRELOADED, Row, choose_rows, gaps, measure, pairs, parse, report
+from .trainer_step import PRELOADED, Row, gaps, measure, pairs, parse, report
 from .trainer_worker import Measured, TrainerWorker, notes_of, summed, train
 
 COUNTS, TINY_COUNTS = (1, 2, 4, 8), (1, 2)
@@ -482,45 +480,8 @@ def is_sharded(provider: Provider) -> bool:
     return "vocab_parallel" in provider.options
 
 
-def join(argv: Sequence[str]) -> int:
-    """Write one page of the files that several calls have written. Of a row that several have, the last one counts.
-
-    Raises:
-        SystemExit: they are of other machines, commits or versions.
-    """
-    parser = argparse.ArgumentParser("python -m benchmarks.many_gpus")
-    parser.add_argument("--join", nargs="+", type=Path, required=True, metavar="JSON")
-    parser.add_argument("--output", type=Path, required=True)
-    options = parser.parse_args(argv)
-    files = [json.loads(path.read_text()) for path in options.join]
-    header = {**files[0]["header"], "command": "`, `".join(file["header"]["command"] for file in files)}
-    for name in ("device", "commit", "packages", "dtype"):
-        if any(file["header"][name] != header[name] for file in files):
-            parser.error(f"expected files of one {name}, got {[file['header'][name] for file in files]}")
-    rows: dict[Any, GpuRow] = {}
-    for data in (data for file in files for data in file["results"]):
-        row = row_of(data, parser)
-        rows[row.case, row.provider.name, row.gpus, row.micro_batches] = row
-    ordered = sorted(rows.values(), key=lambda row: (CASES.index(row.case), row.gpus == 1, -row.gpus))
-    results = {"header": header, "results": [row.data() for row in ordered]}
-    write(options.output / f"many-gpus-{slug(header['device'])}", results, markdown(header, ordered))
-    return 0
-
-
-def row_of(data: dict[str, Any], parser: argparse.ArgumentParser) -> GpuRow:
-    """Return the row that `data()` has written."""
-    case, providers = choose_rows(f"{data['case']}:{data['provider']}", CASES, parser)
-    provider = next(provider for provider in providers if provider.name == data["provider"])
-    measured, own = ({f.name: data[f.name] for f in fields(of) if f.name in data} for of in (Measured, GpuRow))
-    own |= {"predicted": Prediction(**data["predicted"]) if data["predicted"] else None}
-    own |= {"case": case, "provider": provider, "measured": Measured(**measured) if data.get("losses") else None}
-    return GpuRow(**own)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if arguments is None else list(arguments)
-    if "--join" in argv:
-        return join(argv)
 
     def add_more(parser: argparse.ArgumentParser) -> None:
         help = "numbers of GPUs; default: all that are there"

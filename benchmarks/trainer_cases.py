@@ -17,7 +17,6 @@ from .shapes import config_of, vision_sizes
 
 MEAN_LENGTH, SHORTEST, LONGEST, SIGMA = 300, 16, 2048, 1.0
 TINY_LENGTH, TINY_SCALE = 32, 32  # of full rows; and what the other lengths are divided by
-DEMO_MODEL = "demo:smollm2-135m-instruct"
 PAD, END, FIRST = 0, 1, 2  # ids; words begin at FIRST
 FIRST_BESIDE_IMAGE, LAST_BESIDE_IMAGE = 10, 100_000  # words of rows with an image: none of them is a mark of one
 SPECIAL: dict[str, Any] = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}  # of a model
@@ -69,7 +68,6 @@ class Case:
         fp32: trained weights are kept in fp32, and computed with in bf16.
         optim: the optimizer, by transformers' name; those with "bnb" are bitsandbytes' for all but ours.
         engine: of several processes: a name of accelerate's files.
-        demo: on real rows, with the weights of the shape's model, or of half of its layers where all are trained.
     """
 
     name: str
@@ -91,7 +89,6 @@ class Case:
     selective: bool = False
     fp32: bool = False
     optim: str = "adamw_torch_fused"
-    demo: bool = False
     engine: str = "fsdp2"
 
     def config(self, tiny: bool, teacher: bool = False) -> Any:
@@ -115,8 +112,8 @@ class Case:
 
     def learning_rate(self, tiny: bool) -> float:
         """Return one at which bf16 weights move: half of their last digit is about 6e-5. Preferences jump at more."""
-        if self.method or self.demo:
-            return 1e-5 if self.method else 2e-4
+        if self.method:
+            return 1e-5
         return (1e-4 if self.lora_dropout is None else 5e-4) * (50 if tiny else 1 / self.gently)
 
     @property
@@ -131,7 +128,6 @@ class Case:
         how += f", dropout {self.lora_dropout:g}" if self.lora_dropout else ""
         how += " and experts" * self.experts
         what = f"{self.shape} from {self.teacher}" if self.teacher else self.shape
-        what += " with its weights, real rows" * self.demo
         size = SIZES[self.layout].format(self.rows, self.length)
         more = ", gradient checkpointing" * self.checkpointing + " of every second layer" * self.selective
         more += f", 1/{self.gently} of the rate, rising at first" if self.gently > 1 else ""
@@ -141,7 +137,6 @@ class Case:
 
 
 SMALL, LLAMA, QWEN_VL, GEMMA = "Qwen3-0.6B", "Llama-3.2-1B", "Qwen2.5-VL-3B, 8 layers", "Gemma-3-4B, 8 layers"
-DEMO: dict[str, Any] = {"demo": True, "fp32": True, "default": False, "plan": Plan(6, 90, 4)}
 ON_POLICY = "on-policy KD"  # prompts of a third of a row, completions of the rest
 SAMPLED = Plan(2, 6, 2)  # GRPO samples for all steps before the first: more would not fit
 # Plain TRL does not fit on 80 GB. The rate is halved, since losses of wide models jump.
@@ -183,10 +178,6 @@ CASES = (
     Case("lora-qwen2.5-vl-3b", QWEN_VL, 8, 1024, "image", lora_dropout=0.0, checkpointing=True, default=False),
     Case("sft-gemma-3-4b", GEMMA, 8, 1024, "image", default=False),
     Case("lora-gemma-3-4b", GEMMA, 8, 1024, "image", lora_dropout=0.0, checkpointing=True, default=False),
-    Case("sft-smollm2", "SmolLM2-135M", 8, 256, "padded", **DEMO),
-    Case("sft-smollm2-packed", "SmolLM2-135M", 8, 256, "packed", **DEMO),
-    Case("lora-smollm2", "SmolLM2-135M", 8, 256, "padded", lora_dropout=0.0, **DEMO),
-    Case("kd-smollm2", "SmolLM2-135M", 8, 256, teacher="SmolLM2-135M", **DEMO),
     Case("on-policy-qwen3-0.6b", SMALL, 64, 384, "full", ON_POLICY, "Qwen3-1.7B", default=False, plan=Plan(3, 3, 1)),
     # the same tokens, given: what a step takes without sampling
     Case("on-policy-rows-qwen3-0.6b", SMALL, 64, 384, teacher="Qwen3-1.7B", default=False, plan=Plan(3, 3, 1)),
@@ -209,7 +200,7 @@ def make_rows(case: Case, plan: Plan, tiny: bool, seed: int = 0) -> list[list[in
 
     The traced steps have the rows of the last timed ones, so that both do the same work.
     """
-    rows = demo_rows(case) if case.demo and not tiny else _random_rows(case, plan, tiny, seed)
+    rows = _random_rows(case, plan, tiny, seed)
     if case.layout == "packed":
         return rows
     before, repeated = (case.rows * steps for steps in (plan.warmup + plan.timed, plan.traced))
@@ -229,22 +220,6 @@ def _random_rows(case: Case, plan: Plan, tiny: bool, seed: int) -> list[list[int
         return rows
     marks = image_tokens(case.shape, tiny)
     return [[*marks, *row[len(marks) :]] for row in rows]
-
-
-def demo_rows(case: Case) -> list[list[int]]:
-    """Return whole chats about Python's standard library, all tokens of which are learned from; "full": joined."""
-    from transformers import AutoTokenizer
-
-    from liger_trainer.extras.demo import demo_dataset, resolve_model
-
-    chats: Any = demo_dataset("python_docstrings").train.select(range(4000))
-    whole = [[*chat["prompt"], *chat["completion"]] for chat in chats]
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(DEMO_MODEL))
-    rows = tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"]
-    if case.layout != "full":
-        return [row[: case.length] for row in rows]
-    ids = [token for row in rows for token in row]
-    return [ids[i : i + case.length] for i in range(0, len(ids) - case.length, case.length)]
 
 
 def image_tokens(shape: str, tiny: bool) -> list[int]:

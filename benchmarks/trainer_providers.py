@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .shapes import ImageCollator, random_model
-from .trainer_cases import DEMO_MODEL, END, ON_POLICY, PAD, REFERENCE, Case, length_of, make_tokenizer, text_of
+from .trainer_cases import END, ON_POLICY, PAD, REFERENCE, Case, length_of, make_tokenizer, text_of
 
 NEVER = 10**6  # steps
 STUDENT, TEACHER = 0, 1  # seeds of their weights
@@ -90,9 +90,6 @@ PROVIDERS: dict[str, tuple[Provider, ...]] = {
     "KD": (
         Provider(REFERENCE, "TRL DistillationTrainer", "distillation"),
         Provider("trl_liger", "TRL DistillationTrainer + Liger-Kernel", "distillation", **LIGER),
-        Provider("gkd", "TRL GKDTrainer", "gkd"),
-        Provider("gkd_liger", "TRL GKDTrainer + Liger-Kernel", "gkd", **LIGER),
-        Provider("gkd_compiled", "TRL GKDTrainer + torch_compile", "gkd", **COMPILED),
         Provider("ours", "LigerDistillTrainer", "ours"),
     ),
     ON_POLICY: (
@@ -160,23 +157,10 @@ class Run:
 
     def random(self, shape: str | None = None, seed: int = STUDENT) -> Any:
         """Return a model with random weights, on the device: of the student's shape, unless another is given."""
-        if self.case.demo and not self.tiny:
-            return self._demo(halved=seed == STUDENT and self.case.lora_dropout is None)
         options = self.case.model_options(self.tiny, teacher=seed == TEACHER)
         register_refused_step()
         model = random_model(shape or self.case.shape, self.tiny, self.device, seed, **options)
         return model.float() if self.tiny else model
-
-    def _demo(self, halved: bool) -> Any:
-        from transformers import AutoModelForCausalLM
-
-        from liger_trainer.extras.demo import resolve_model
-        from liger_trainer.run.drop_layers import drop_layers
-
-        how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
-        model: Any = AutoModelForCausalLM.from_pretrained(resolve_model(DEMO_MODEL), **how)
-        model.to(self.device).train()
-        return drop_layers(model, keep_every_nth=2) if halved else model
 
     def saved(self, model: Any) -> str:
         """Write a model for those that only read one from files."""
@@ -276,16 +260,6 @@ def make_ours(run: Run) -> Any:
         run, sampling = _with_prompts(run), {"lmbda": 1.0, "max_completion_length": _completion_length(run)}
     args = LigerDistillConfig(**options, **sampling, losses=[{"type": "forward_kl"}])
     return LigerDistillTrainer(run.student(), teacher_model=run.teacher(), args=args, **run.inputs)
-
-
-def make_gkd(run: Run) -> Any:
-    """TRL's GKDTrainer, which never samples. It stores both models' logits."""
-    from trl.experimental.gkd import GKDConfig, GKDTrainer
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    args = GKDConfig(**run.options, **_rows_options(run), lmbda=0.0, beta=0.0)
-    collator = DataCollatorForLanguageModeling(pad_token_id=PAD)
-    return GKDTrainer(run.student(), teacher_model=run.teacher(), args=args, data_collator=collator, **run.inputs)
 
 
 def make_distillation(run: Run) -> Any:
@@ -405,6 +379,6 @@ def make_titan(run: Run) -> Any:
 
 
 TRAINERS: dict[str, Callable[[Run], Any]] = {
-    "sft": make_sft, "ours": make_ours, "gkd": make_gkd, "distillation": make_distillation, "dpo": make_dpo,
+    "sft": make_sft, "ours": make_ours, "distillation": make_distillation, "dpo": make_dpo,
     "grpo": make_grpo, "unsloth": make_unsloth, "titan": make_titan,
 }  # fmt: skip

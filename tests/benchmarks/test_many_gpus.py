@@ -16,6 +16,7 @@ from benchmarks.many_gpus import (
     compared,
     flops_of_token,
     main,
+    markdown,
     merged,
     rows_of,
     together,
@@ -108,37 +109,16 @@ def test_other_rows_than_on_one_gpu_are_refused():
     assert two.failure == "it trained on other rows than one GPU"
 
 
-def written(folder, name, rows, **changes):
-    header = {**HEADER, "command": f"python -m benchmarks.many_gpus --cases {name}", **changes}
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps({"header": header, "results": [row.data() for row in rows]}))
-    return str(path)
-
-
-def test_calls_are_joined_on_one_page(tmp_path):
-    """The last of two equal rows counts; a row that failed says why; ratios and efficiency are those of the rows."""
+def test_a_page_has_ratios_efficiency_and_what_failed():
     two, failed = result(DDP, "ours", 2, 80.0), result(DDP, "trl", 1, 100.0)
     two.one_gpu_gaps, failed.failure = (1e-4, 2e-3), "refused: for a test"
-    first = written(tmp_path, "a", [result(DDP, "ours", 1, 999.0), failed])
-    rest = [result(DDP, "trl", 2, 160.0), two, result(DDP, "ours", 1, 76.0), result(DDP, "ours", 1, 150.0, 10.0, 2)]
-    shared = result(SFT.name, "trl", 2, 1000.0)
-    second = written(tmp_path, "b", [*rest, shared])
-    assert main(["--join", first, second, "--output", str(tmp_path / "out")]) == 0
-    page = (tmp_path / "out" / "many-gpus-nvidia-h100-80gb-hbm3.md").read_text()
-    assert "--cases a`, `python -m benchmarks.many_gpus --cases b`" in page
+    one = [failed, result(DDP, "ours", 1, 76.0), result(DDP, "ours", 1, 150.0, 10.0, 2)]
+    rows = [result(DDP, "trl", 2, 160.0), two, *one, result(SFT.name, "trl", 2, 1000.0)]
+    page = markdown({**HEADER, "command": "python -m benchmarks.many_gpus"}, rows)
     assert "| 2 | LigerTrainer | 80.0 (80.0 to 80.0) | 102,400 | 2.00 | 0.950 of 1 | 103.5% | 25,000 | 20,000 |" in page
-    assert "| 1.0e-04, 1.0e-03 | 1.0e-04, 2.0e-03 |" in page and "999" not in page
+    assert "| 1.0e-04, 1.0e-03 | 1.0e-04, 2.0e-03 |" in page
     assert "| 1 | TRL SFTTrainer | refused: for a test |" in page and "| 1, 2 micro-batches | LigerTrainer |" in page
     assert page.index(f"`{DDP}`") < page.index(f"`{SFT.name}`")
-    again = json.loads((tmp_path / "out" / "many-gpus-nvidia-h100-80gb-hbm3.json").read_text())["results"]
-    assert len(again) == 6 and again[1] == json.loads(json.dumps(two.data()))
-
-
-def test_pages_of_other_commits_are_not_joined(tmp_path, capsys):
-    files = [written(tmp_path, name, [], commit=name) for name in "ab"]
-    with pytest.raises(SystemExit):
-        main(["--join", *files, "--output", str(tmp_path)])
-    assert "expected files of one commit, got ['a', 'b']" in capsys.readouterr().err
 
 
 def test_peers_run_on_several_gpus_only():
