@@ -37,6 +37,7 @@ ONE_IN = 5  # questions is held out
 TRIES = 20  # rows that are generated for one that is kept, before a task is said to have no more
 # These have no wheels, and serve few tasks: the others go without them.
 RARE = ("cellpylib", "pycosat", "zss")
+SPEC = "name", "weight", "config"  # of each task of a composite
 EXACT_MATCH = "exact_match"
 Entry = dict[str, Any]  # a row of reasoning-gym: question, answer, metadata
 
@@ -61,10 +62,12 @@ def load_task(config: "RunConfig") -> TaskRows:
     name = config["dataset_name"].removeprefix(TASK)
     options = {"size": TRAINING_ROWS, "seed": 0, **(config["task_config"] or {})}
     with _refusals(config):
+        if not isinstance(options["size"], int) or options["size"] < 1:
+            raise _Refused("task_config", f"size: expected the number of training rows, got {options['size']!r}.")
         learned = list(_rows(_task(name, options), options["size"], held_out=False))
         asked = held_out(config)[1]
         if not learned or not asked:
-            raise _Refused("task_config", f"{name} has too few different questions like this: make it harder.")
+            raise _Refused("task_config", f"{name} has too few different questions with these settings; widen them.")
         if any(entry["answer"] is None for entry in learned):
             raise _Refused("dataset_name", f"{name} has questions without an answer to learn.")
     return TaskRows(_dataset(learned), _dataset(asked))
@@ -100,25 +103,36 @@ def _task(name: str, options: Mapping[str, Any]) -> Any:
         gym = reasoning_gym()
     except ImportError as error:
         raise _Refused("dataset_name", f"needs the package reasoning-gym ({error}): {INSTALL}") from None
-    known = gym.factory.DATASETS
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-        advice = f"do you mean {' or '.join(near)}?" if near else f"choose from {', '.join(sorted(known))}."
-        raise _Refused("dataset_name", f"reasoning-gym has no task {name!r}; {advice}")
     options = dict(options)
-    taken = [field.name for field in fields(known[name][1])]
-    unknown = sorted(options.keys() - set(taken))
-    if unknown:
-        raise _Refused("task_config", f"{name} has no {', '.join(unknown)}; it takes {', '.join(taken)}.")
+    _check(gym.factory.DATASETS, name, options)
     try:
         if name == "composite":  # as its own YAML files have them
             specs = options.get("datasets") or []
+            for spec in specs:
+                if not isinstance(spec, dict) or "name" not in spec or spec.keys() - {*SPEC}:
+                    raise _Refused("task_config", f"datasets: expected entries of {', '.join(SPEC)}, got {spec}.")
+                _check(gym.factory.DATASETS, spec["name"], spec.get("config") or {})
             options["datasets"] = [gym.composite.DatasetSpec(**{"weight": 1, "config": {}, **spec}) for spec in specs]
         return gym.create_dataset(name, **options)
     except ImportError as error:
         raise _Refused("dataset_name", f"the task {name} needs another package: pip install {error.name}") from None
     except (AssertionError, ValueError, TypeError) as error:
         raise _Refused("task_config", f"{name} refuses this: {error or 'a value out of range'}") from None
+
+
+def _check(known: Mapping[str, Any], name: str, options: Mapping[str, Any]) -> None:
+    """Refuse a task that is not there, settings that it does not have, and text where it expects a number."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        advice = f"do you mean {' or '.join(near)}?" if near else f"choose from {', '.join(sorted(known))}."
+        raise _Refused("dataset_name", f"reasoning-gym has no task {name!r}; {advice}")
+    taken = {field.name: field.type for field in fields(known[name][1])}
+    unknown = sorted(options.keys() - taken.keys())
+    if unknown:
+        raise _Refused("task_config", f"{name} has no {', '.join(unknown)}; it takes {', '.join(taken)}.")
+    for setting, value in options.items():
+        if isinstance(value, str) and taken[setting] in (int, float, int | None):
+            raise _Refused("task_config", f"{setting} of {name}: expected a number, got {value!r}.")
 
 
 def reasoning_gym() -> Any:

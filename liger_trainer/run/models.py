@@ -30,6 +30,7 @@ from ..common.options import did_you_mean
 from ..common.weights import adapter_at, auto_class, check_mergeable, load_whole
 from ..compat.quantizers import experts_in_4_bits, packed_experts
 from ..config.conflicts import is_sharded
+from ..config.schema import built_in_configs
 from ..errors import ConfigError
 from ..losses.plan import plan_of
 from ..plugins import DEMO
@@ -81,7 +82,9 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
     # transformers would ask the hub for it, and say only that there is no such repository.
     looks_local = name.startswith((".", "~", "/")) or name.count("/") > 1
     if looks_local and not Path(path).expanduser().is_dir():
-        raise config.error(key, f"no such directory: {name}")
+        run = name.removeprefix("outputs/")
+        maker = f"; `liger-trainer run {run}` makes it" if run in built_in_configs() else ""
+        raise config.error(key, f"no such directory: {name}{maker}")
     revision = config["model_revision" if key == "model_name_or_path" else "teacher_model_revision"]
     options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": config["trust_remote_code"]}
     path, of_student = os.path.expanduser(path), key == "model_name_or_path"

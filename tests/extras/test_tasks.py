@@ -159,10 +159,20 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(folder, capsys, monkeyp
     says("no task 'chain_sums'", "chain_sum", dataset_name="reasoning_gym:chain_sums")
     says("echo has no max_words; it takes words, seed, size", task_config={"max_words": 3})
     says("words must be more than one", task_config={"words": 1})
-    says("too few different questions", task_config={"words": 2})
+    says("too few different questions", "widen them", task_config={"words": 2})
+    says("words of echo: expected a number, got 'five'", task_config={"words": "five"})
+    for size in (0, "many", None):
+        says(f"size: expected the number of training rows, got {size!r}", task_config={"size": size})
+    for wrong in ({"nam": "echo"}, {"name": "echo", "wait": 2}, "echo"):
+        says("datasets: expected entries of name, weight, config", dataset_name="reasoning_gym:composite",
+             task_config={"datasets": [wrong]})  # fmt: skip
+    says("echo has no max_words", dataset_name="reasoning_gym:composite",
+         task_config={"datasets": [{"name": "echo", "config": {"max_words": 3}}]})  # fmt: skip
     says("needs another package: pip install pycosat", dataset_name="reasoning_gym:zebra_puzzles")
     (folder / "rows.jsonl").write_text('{"text": "w1"}\n')
-    says("task_config", "has no effect", dataset_name="rows.jsonl", task_config={"size": 3})
+    says(
+        "task_config", "leave it out for rows.jsonl (~task_config)", dataset_name="rows.jsonl", task_config={"size": 3}
+    )
     lack(monkeypatch, "reasoning_gym")
     says("needs the package reasoning-gym", "pip install reasoning-gym")
 

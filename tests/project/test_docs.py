@@ -220,7 +220,7 @@ PARSED = {
     "liger-trainer run smollm2/distill_layerdrop '~keep_every_nth_layer' qat=int4 learning_rate=5e-5": (
         "needs torchao; tests/extras/test_qat.py trains by it where it is installed"
     ),
-    "liger-trainer run my.yaml recipe=sft model_name_or_path=TEACHER output_dir=corrected max_steps=200": (
+    "liger-trainer run smollm2/sft_full model_name_or_path=TEACHER dataset_name=mine.jsonl output_dir=corrected": (
         "TEACHER stands for the name of a model"
     ),
     "liger-trainer run my.yaml teacher_model_name_or_path=corrected": "takes what the command before it has saved",

@@ -181,6 +181,8 @@ def test_bars_say_what_they_are(capsys, monkeypatch):
         ("distill", {"agreement_at_1": 0.5}, {"agreement_at_1": 0.4}, "bad", "agreement@1 from 0.500 to 0.400"),
         ("distill", {"loss/alm": 0.5, "student_perplexity": 9.0}, {"loss/alm": 0.4, "student_perplexity": 11.0}, "good",
          "ALM from 0.500 to 0.400"),
+        ("sft", {"exact_match": 0.0, "loss": 2.0}, {"exact_match": 0.5, "loss": 9.0}, "good", "exact match from 0.000"),
+        ("sft", {"exact_match": 0.0, "loss": 2.0}, {"exact_match": 0.0, "loss": 1.0}, "good", "loss from 2.000 to 1"),
     ],
 )  # fmt: skip
 def test_the_verdict(recipe, before, after, tone, text):

@@ -217,6 +217,7 @@ def test_what_is_seen_with_the_weights_is_a_message_too(run, overrides, code, me
         ("~dataset_name", 2, "dataset_name: missing"),
         ("max_steps=0", 2, "max_steps: expected a number of at least 1, or -1 for num_train_epochs, got 0"),
         ("model_name_or_path=./missing", 2, "model_name_or_path: no such directory: ./missing"),
+        ("model_name_or_path=outputs/smollm2/sft_task", 2, "`liger-trainer run smollm2/sft_task` makes it"),
         ("model_name_or_path=rows", 2, "model_name_or_path: rows cannot be read as a model directory"),
         ("model_name_or_path=tiny/none", 2, "tiny/none cannot be read as a model directory (no folder in "),
         ("dataset_text_field=words dataset_name=other.jsonl", 4, "the rows have: text"),

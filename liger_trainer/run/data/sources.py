@@ -289,7 +289,7 @@ def load_source(config: "RunConfig", bad: BadRows) -> LoadedDataset:
         return _load_mixture(config)
     path = Path(name).expanduser()
     if config["task_config"] is not None and not name.startswith(TASK):
-        raise config.error("task_config", f"has no effect: {name} is no task, whose name begins with {TASK}")
+        raise config.error("task_config", f"belongs to a task, {TASK}...; leave it out for {name} (~task_config).")
     if config["dataset_config"] is not None and (name.startswith((DEMO, TASK)) or path.exists()):
         raise config.error("dataset_config", f"has no effect: {name} is not a dataset of the hub.")
     if name.startswith(DEMO):

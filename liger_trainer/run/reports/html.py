@@ -82,6 +82,8 @@ def verdict(
     if not judged:
         return None
     first = judged[0]
+    if first is EXACT_MATCH and len(judged) > 1 and before[first.metric] == after[first.metric]:
+        judged = [first := judged[1], EXACT_MATCH, *judged[2:]]  # as of a run too short to get an answer right
     old, new = before[first.metric], after[first.metric]
     if new != new:
         return Verdict(f"{_name(first)} on the held-out rows is NaN: the trained model cannot be used.", "bad")
@@ -92,7 +94,7 @@ def verdict(
     else:
         word, tone = "got worse", "bad"
     who = "student" if recipe == "distill" else "model"
-    shown = [first, *(row for row in judged[1:] if row.metric in ("agreement_at_1", "perplexity"))]
+    shown = [first, *(row for row in judged[1:] if row.metric in ("exact_match", "agreement_at_1", "perplexity"))]
     moves = ", ".join(_move(row, before[row.metric], after[row.metric]) for row in shown)
     few = f" It is judged by {rows} rows, which are few." if rows is not None and rows < FEW_ROWS else ""
     text = f"The {who} {word} on rows that it was not trained on: {moves}.{few}{beside_teacher(models)}"
