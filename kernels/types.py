@@ -6,9 +6,11 @@ from ._logits import LogitTransform, transform
 from ._low_rank import Adapter, Projection
 from ._packed_gate import Gate
 from ._ranks import VocabParallel
+from ._side_by_side import laid_side_by_side
 from ._workspace import SharedUnpack, Workspace
 
 __all__ = [
     "Adapter", "Gate", "HostCopy", "LogitTransform", "Lora", "Projection", "RowSelection", "SharedUnpack",
-    "VocabParallel", "Workspace", "gather_rows", "scatter_rows", "stats_dtype", "token_count", "transform",
+    "VocabParallel", "Workspace", "gather_rows", "laid_side_by_side", "scatter_rows", "stats_dtype", "token_count",
+    "transform",
 ]  # fmt: skip
