@@ -8,9 +8,9 @@ Shapes    x: (N, K)  W: (O, K)  A: (r, K)  B: (O, r)  y: (N, O)  values, g: (N, 
 Method    The A of all adapters are one matrix, so x is read once for them, and once for dA. The products themselves add
           the terms of y and dx (addmm_), so nothing else of their size is made. Where y or dx is larger than a GPU's
           cache, the term comes first and the base product adds itself: as it is written, it reads what is there. s_j is
-          in x A_j^T and g_j. W and b are frozen: W has no gradient. Under autocast A and B are cast once, and kept for
-          the backward. An x that an RMSNorm made of rows u, x = rstd * u * w, is not made again for dA in bf16:
-          dA = ((g * rstd)^T u) * w.
+          in x A_j^T and g_j. W and b are frozen: W has no gradient. Under autocast A and B are cast by one launch in
+          the forward, and again in the backward: no copies are kept. An x that an RMSNorm made of rows u, x = rstd *
+          u * w, is not made again for dA in bf16: dA = ((g * rstd)^T u) * w.
 Numerics  y and dx are in the dtype of the base product; each term is rounded as it is added. If adapters have that
           dtype, or under autocast, everything has it. By default PEFT makes adapters wider than x (fp32 over a bf16
           base). Then x A^T, g and the gradients have the adapters' precision, as in PEFT's own forward, but x is not
@@ -333,14 +333,9 @@ class Stack(NamedTuple):
     def ranks(self) -> list[int]:
         return [adapter.b.shape[1] for adapter in self.adapters]
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The weights, the A and each B: what `restored` takes."""
-        return *(p.weight for p in self.projections), self.a, *(adapter.b for adapter in self.adapters)
-
 
 def with_biases(stack: Stack, biases: Sequence[Tensor | None]) -> Stack:
-    """Return a stack that `restored` has rebuilt, with the biases of its projections."""
+    """Return a stack of what `restored` has rebuilt, with the biases of its projections."""
     projections = tuple(replace(p, bias=b) for p, b in zip(stack.projections, biases, strict=True))
     return stack._replace(projections=projections)
 
@@ -382,24 +377,28 @@ def _with_adapters(projections: Sequence[Projection], a: Tensor | None, bs: Sequ
     )
 
 
-def layout_of(stack: Stack) -> Layout:
+def leaves_of(projections: Iterable[Projection]) -> list[Tensor]:
+    """Return A and B of each adapter in turn."""
+    return [leaf for adapter in adapters_of(projections) for leaf in adapter[:2]]
+
+
+def tensors_of(projections: Sequence[Projection]) -> tuple[Tensor, ...]:
+    """Return what `restored` takes: weights and leaves, as they are. Copies in another dtype would be kept."""
+    return *(p.weight for p in projections), *leaves_of(projections)
+
+
+def layout_of(projections: Sequence[Projection]) -> Layout:
     """Return what `restored` needs besides the tensors."""
-    return tuple((tuple(adapter[2:] for adapter in p.adapters), p.unpack) for p in stack.projections)
+    return tuple((tuple(adapter[2:] for adapter in p.adapters), p.unpack) for p in projections)
 
 
-def restored(layout: Layout, tensors: Sequence[Any]) -> tuple[Stack, Sequence[Any]]:
-    """Rebuild a stack, without biases, from the results of `layout_of` and `Stack.tensors`.
-
-    Returns:
-        (stack, the tensors behind its own).
-    """
-    weights, (a, *bs) = tensors[: len(layout)], tensors[len(layout) :]
-    count = sum(len(adapters) for adapters, _ in layout)
-    projections = [
-        Projection(w, None, tuple(Adapter(w, w, *numbers) for numbers in adapters), unpack)
-        for w, (adapters, unpack) in zip(weights, layout, strict=True)
+def restored(layout: Layout, tensors: Sequence[Any]) -> list[Projection]:
+    """Rebuild projections, without biases, from the results of `layout_of` and `tensors_of`."""
+    leaves = iter(tensors[len(layout) :])
+    return [
+        Projection(w, None, tuple(Adapter(next(leaves), next(leaves), *numbers) for numbers in adapters), unpack)
+        for w, (adapters, unpack) in zip(tensors, layout, strict=False)
     ]
-    return _with_adapters(projections, a, bs[:count]), bs[count:]
 
 
 def adapters_of(projections: Iterable[Projection]) -> list[Adapter]:

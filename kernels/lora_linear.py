@@ -29,10 +29,12 @@ from ._low_rank import (
     input_and_a_gradients,
     input_of_a,
     layout_of,
+    leaves_of,
     project,
     rank_gradients,
     restored,
     stacked,
+    tensors_of,
     values_of,
 )
 
@@ -52,11 +54,6 @@ def lora_linear_reference(
     return y.to(base.dtype)
 
 
-def leaves_of(projections: Sequence[Projection]) -> list[Tensor]:
-    """Return A and B of each adapter in turn."""
-    return [leaf for adapter in adapters_of(projections) for leaf in adapter[:2]]
-
-
 def interleaved(das: Sequence[Tensor], dbs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
     """Return gradients in the order of `leaves_of`: A, B, A, B, ..., None where not needed."""
     gradients: list[Tensor | None] = []
@@ -74,10 +71,10 @@ class LoraLinearFunction(torch.autograd.Function):
         flat = as_matrix(x, numerics.compute)
         values = values_of(flat, stack, masks, numerics)
         outputs = project(flat, stack, values, numerics)
-        ctx.layout, ctx.numerics, ctx.shape = layout_of(stack), numerics, x.shape
+        ctx.layout, ctx.numerics, ctx.shape = layout_of(projections), numerics, x.shape
         source = saved_or_recomputed(x, x)  # not a copy in another dtype: other layers save the same one
         ctx.source, ctx.sources = source.without_tensors(), len(source.tensors)
-        ctx.save_for_backward(*source.tensors, values, masks.seed, *stack.tensors)
+        ctx.save_for_backward(*source.tensors, values, masks.seed, *tensors_of(projections))
         if ctx.needs_input_grad[0]:
             ask_for_sides(outputs, stack)
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
@@ -88,7 +85,8 @@ class LoraLinearFunction(torch.autograd.Function):
         saved = ctx.saved_tensors
         sources, (values, seed, *tensors) = saved[: ctx.sources], saved[ctx.sources :]
         need_x, _, *needs = ctx.needs_input_grad
-        numerics, (stack, _) = ctx.numerics, restored(ctx.layout, tensors)
+        numerics = ctx.numerics
+        (stack,) = stacked([restored(ctx.layout, tensors)], numerics)
         dys = [as_matrix(dy, numerics.compute) for dy in gradients]
         # g = s dy B: needed for dA and for the adapters' part of dx
         g, dbs = rank_gradients(dys, values, stack, needs[1::2], need_x or any(needs[::2]), numerics)

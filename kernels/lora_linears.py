@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ._autograd import check_dtypes
-from ._low_rank import Projection, check_projection
-from .lora_linear import LoraLinearFunction, leaves_of, lora_linear_reference
+from ._low_rank import Projection, check_projection, leaves_of
+from .lora_linear import LoraLinearFunction, lora_linear_reference
 
 
 def lora_linears_reference(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:

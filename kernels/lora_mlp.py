@@ -39,14 +39,16 @@ from ._low_rank import (
     input_gradient,
     input_of_a,
     layout_of,
+    leaves_of,
     project,
     rank_gradients,
     restored,
     stacked,
+    tensors_of,
     values_of,
     with_biases,
 )
-from .lora_linear import interleaved, leaves_of, lora_linear_reference
+from .lora_linear import interleaved, lora_linear_reference
 
 
 def lora_mlp_reference(
@@ -68,6 +70,7 @@ class LoraMLPFunction(torch.autograd.Function):
         """Run the forward. first: (gate, up), or packed (gate_up,). leaves: A and B of each adapter, down's last."""
         numerics = Numerics.of(x, adapters_of((*first, down)))
         flat, masks = as_matrix(x, numerics.compute), Masks.of(x, (*first, down))
+        ctx.layout, given = layout_of((*first, down)), tensors_of((*first, down))
         first, down = stacked([first, [down]], numerics)
         hidden, values, terms = _through_first(flat, first, down, masks, numerics)
         if terms is None:
@@ -76,12 +79,12 @@ class LoraMLPFunction(torch.autograd.Function):
         else:
             h, h_values = forward_with_terms(*_halves(hidden), terms, down.adapters[0].factor, activation)
         (y,) = project(h, down, h_values, numerics)
-        ctx.layouts, ctx.numerics, ctx.activation = (layout_of(first), layout_of(down)), numerics, activation
+        ctx.numerics, ctx.activation = numerics, activation
         source, ctx.remake = saved_or_recomputed(x, flat), remake
         # remake: biases are enough to compute gate(x) and up(x) again, from what x is saved as.
         kept = [p.bias for p in first.projections] if remake else [*hidden, values]
         ctx.source, ctx.sources, ctx.kept = source.without_tensors(), len(source.tensors), len(kept)
-        ctx.save_for_backward(*source.tensors, *kept, h_values, masks.seed, *first.tensors, *down.tensors)
+        ctx.save_for_backward(*source.tensors, *kept, h_values, masks.seed, *given)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
@@ -92,8 +95,8 @@ class LoraMLPFunction(torch.autograd.Function):
         kept, (h_values, seed, *tensors) = saved[: ctx.kept], saved[ctx.kept :]
         need_x, _, _, _, _, *needs = ctx.needs_input_grad
         numerics, masks = ctx.numerics, Masks(seed)
-        first, tensors = restored(ctx.layouts[0], tensors)
-        down, _ = restored(ctx.layouts[1], tensors)
+        *first, down = restored(ctx.layout, tensors)
+        first, down = stacked([first, [down]], numerics)
         count = 2 * len(first.adapters)
         needs, down_needs = needs[:count], needs[count:]
         if ctx.remake:  # as the forward had them; x's memory is free afterwards
