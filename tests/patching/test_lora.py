@@ -279,6 +279,23 @@ def test_frozen_weights_of_one_input_lie_side_by_side(kernels, tmp_path):
     assert all(torch.equal(merged[0][name], x) for name, x in merged[1].items())
 
 
+@pytest.mark.parametrize("case", ["frozen", "trained", "hooked", "no adapters of ours"])
+def test_rows_of_the_embedding_are_not_kept_for_the_first_layer(kernels, monkeypatch, case):
+    """They are looked up again where they are constants, and gradients are the same."""
+    plain, model = (adapted(tiny_model()) for _ in range(2))
+    noted = calls_of(monkeypatch, patch_lora, "note_rows_of_a_table")
+    for each in (plain, model):
+        embedding = each.get_input_embeddings()
+        embedding.weight.requires_grad_(case == "trained")
+        if case == "hooked":
+            embedding.register_forward_hook(lambda module, inputs, rows: rows * 2)
+    patched = patch(model, {"lora": case != "no adapters of ours"})
+    assert_same_step(model, plain)
+    assert len(noted) == (case == "frozen")
+    patched.undo()
+    assert "forward" not in vars(model.get_input_embeddings())
+
+
 def test_a_weight_that_is_merged_or_trained_beside_others(kernels):
     """Its neighbours in memory keep their numbers, and adapters added later find the room of those before."""
     plain, model = (adapted(tiny_model()) for _ in range(2))

@@ -29,7 +29,7 @@ from ...kernels.lora_linear import lora_linear, lora_linear_reference
 from ...kernels.lora_linears import lora_linears
 from ...kernels.lora_mlp import lora_mlp
 from ...kernels.runtime import use_triton
-from ...kernels.types import Adapter, Projection, SharedUnpack, Workspace, laid_side_by_side
+from ...kernels.types import Adapter, Projection, SharedUnpack, Workspace, laid_side_by_side, note_rows_of_a_table
 from ...losses.model_parts import output_module
 from .. import structure
 from ..options import PatchOptions, PatchReport
@@ -66,8 +66,19 @@ def patch_lora(model: nn.Module, options: PatchOptions, replacements: Replacemen
             report.leave(
                 f"LoRA on {name.removesuffix('.base_layer').rpartition('.')[2]}", f"PEFT's forward runs: {refused}"
             )
+    ours = any(_is_ours(module) for _, module in layers)
     for module in model.modules():
         _share_inputs(module, replacements)
+        if ours and type(module) is nn.Embedding and module not in replacements and not is_called(module):
+            replacements.forward(module, _noted_rows)
+
+
+def _noted_rows(module: Any, input: Tensor) -> Tensor:  # noqa: A002  its name in nn.Embedding
+    """Look rows up, and note it if they are constants: the first layer's A need them, normed, in the backward."""
+    rows = type(module).forward(module, input)
+    if torch.compiler.is_compiling() or rows.requires_grad or module.max_norm is not None:
+        return rows
+    return note_rows_of_a_table(rows, input, module.weight)
 
 
 def _share_inputs(module: nn.Module, replacements: Replacements) -> None:
