@@ -203,9 +203,11 @@ def note_recomputable(
 def note_rows_of_a_table(y: Tensor, ids: Tensor, table: Tensor) -> Tensor:
     """Note on y, the rows `ids` of a frozen table, that they can be looked up again, and return y.
 
-    Not in a group of processes, whose engines may take the table's memory away.
+    Not in a group of processes, whose engines may take the table's memory away, nor of tensors of inference mode, which
+    a backward cannot have.
     """
-    if torch.is_grad_enabled() and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if torch.is_grad_enabled() and not (grouped or ids.is_inference() or table.is_inference()):
         setattr(y, _NAME, Source((ids, table), F.embedding, (y._version, ids._version)))
     return y
 

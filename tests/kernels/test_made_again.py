@@ -206,6 +206,17 @@ def test_rows_that_were_written_into_are_kept():
     assert y in kept and all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
 
 
+@pytest.mark.parametrize("name", ["ids", "table"])
+def test_tensors_of_inference_mode_are_not_noted(name):
+    """Sampled ids may be such."""
+    given = {"ids": torch.arange(N), "table": seeded(9, H)}
+    with torch.inference_mode():
+        given[name] = given[name].clone()
+    y = rms_norm(note_rows_of_a_table(torch.nn.functional.embedding(given["ids"], given["table"]), **given), None)
+    outputs, leaves = low_rank(y)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(sum(o.sum() for o in outputs), leaves))
+
+
 def test_nothing_is_noted_without_gradients():
     with torch.no_grad():
         assert not vars(rms_norm(seeded(N, H).requires_grad_(), None))
