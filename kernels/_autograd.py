@@ -4,6 +4,7 @@ norms that a backward computes again.
 A norm's output is read by the linear layers behind it, which keep it for their weights' gradients: in a decoder layer
 two tensors of the size of the hidden states. The norm keeps its input and its weight. So an op that would keep y keeps
 these two instead, which takes no memory, and runs the norm's forward once more in its backward: bit for bit the same y.
+Of rows of a frozen table, whose norm keeps nothing either, it keeps their numbers, and looks them up once more.
 
 Source    recomputation: Chen et al. 2016, arXiv:1604.06174; of norms: Korthikanti et al. 2022, arXiv:2205.05198
 """

@@ -317,10 +317,10 @@ KEPT: dict[str, list[tuple[int, ...]]] = {
     "swiglu": [], "swiglu, packed": [], "geglu": [],
     "relu2": [(7, 24)], "clamped_swiglu": [], "clamped_swiglu, interleaved": [], "gated_linear": [],
     "gated_linear, silu, packed": [], "gated_mlp": [], "gated_mlp, packed": [], "activation_linear": [], "linears": [],
-    "lora_linear": [(7, 1, 3)], "lora_linear, two adapters": [(7, 1, 8), (8, 24)],  # A is stacked
-    "lora_linear, none": [], "lora_linears": [(7, 1, 9), (9, 24)],
-    "lora_mlp": [(7, 21), (7, 21), (7, 1, 6), (7, 1, 3), (6, 24)], "lora_mlp, packed": [(7, 42), (7, 1, 4), (7, 1, 3)],
-    "lora_mlp, remade": [(7, 1, 3), (6, 24)], "lora_mlp, remade, packed": [(7, 1, 3)],
+    "lora_linear": [(7, 1, 3)], "lora_linear, two adapters": [(7, 1, 8)],
+    "lora_linear, none": [], "lora_linears": [(7, 1, 9)],
+    "lora_mlp": [(7, 21), (7, 21), (7, 1, 6), (7, 1, 3)], "lora_mlp, packed": [(7, 42), (7, 1, 4), (7, 1, 3)],
+    "lora_mlp, remade": [(7, 1, 3)], "lora_mlp, remade, packed": [(7, 1, 3)],
     "lora_experts": [(24, 32), (24, 3), (24, 3), (24,), (24,), (12, 2), (5,)],
     "kl_div, none": [], "jsd, logits, none": [(5, 4)], "jsd": [(5, 37), (5, 37)],  # whose gradients are made early
 }  # fmt: skip
