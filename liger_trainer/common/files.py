@@ -42,7 +42,11 @@ def is_path(name: str) -> bool:
 
 
 def hint_of_folder(config: str, name: str) -> str:
-    """Say where a missing file is, if that is next to the configuration, or return an empty text."""
+    """Say what to do about a missing file, and where it is if that is next to the configuration; or nothing."""
+    if "://" in name:
+        return ". Download it first."
+    if "*" in name:
+        return ". Name the folder of the files: patterns are not read."
     beside = Path(config).parent / Path(name).expanduser()
     if Path(config).parent == Path() or not beside.exists():
         return ""

@@ -265,8 +265,11 @@ _OF_TRL = (
     Conflict("fp16", on("fp16") & on("bf16"), "give either bf16 or fp16, not both."),
     Conflict("fp16", on("fp16") & on("use_cpu"), NO_FP16),
     # transformers refuses these too, but only when it builds its arguments, after seconds of imports
-    Conflict("dataloader_prefetch_factor", given("dataloader_prefetch_factor") & ~on("dataloader_num_workers"),
-        "has no effect without workers; set dataloader_num_workers to 1 or more."),
+    *(Conflict(key, given(key) & on(key) & ~on("dataloader_num_workers"),
+        "has no effect without workers; set dataloader_num_workers to 1 or more.")
+        for key in ("dataloader_prefetch_factor", "dataloader_persistent_workers")),
+    Conflict("activation_offloading", on("activation_offloading") & on("use_cpu"),
+        "takes activations from a GPU's memory to the CPU's, and there is no GPU; leave it out."),
     Conflict("lr_scheduler_type", equals("lr_scheduler_type", *FOLLOW_EVALUATIONS) & ~_EVALUATES,
         "{value} follows the evaluations; set eval_strategy to steps or epoch."),
     Conflict("metric_for_best_model", _NO_DIRECTION, no_direction("{value}")),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments, get_scheduler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
@@ -203,8 +203,14 @@ def _warn_of_few_steps(trainer: LigerTrainer, steps: int) -> None:
 
 
 def _check_optimizer(trainer: LigerTrainer, config: "RunConfig") -> None:
-    """Find out now whether Trainer can make the optimizer: it makes it only after the student is measured."""
+    """Find out now whether Trainer can make optimizer and schedule: it makes them after the student is measured."""
     model: Any = trainer.model
+    stand_in = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    name, options = config["lr_scheduler_type"], config["lr_scheduler_kwargs"]
+    try:
+        get_scheduler(name, stand_in, num_warmup_steps=0, num_training_steps=2, scheduler_specific_kwargs=options or {})
+    except (TypeError, ValueError) as error:  # an option that it lacks, or does not know
+        raise config.error("lr_scheduler_kwargs", f"{name}: {error}") from None
     try:
         trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
     except (ImportError, ValueError) as error:  # a package that is not installed; wrong optim_args

@@ -57,8 +57,9 @@ def no_usable_column(have: Iterable[str], text_field: str) -> str:
     hints = [
         f" Rename {name!r} to {plain!r}." for name in have if (plain := name.strip().lower()) in read and plain != name
     ]
-    if pair := next((pair for pair in _PAIRS if {*pair} <= {*have}), None):
-        hints.append(f" Rename {pair[0]!r} to 'prompt' and {pair[1]!r} to 'completion'.")
+    lower = {name.strip().lower(): name for name in have}
+    if pair := next((pair for pair in _PAIRS if {*pair} <= lower.keys()), None):
+        hints = [f" Rename {lower[pair[0]]!r} to 'prompt' and {lower[pair[1]]!r} to 'completion'."]
     if separated := other_separator(have):
         hints.append(f" {separated}")
     return (

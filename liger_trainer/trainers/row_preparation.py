@@ -204,9 +204,10 @@ class RowPreparation:
         prepare: `_prepare_dataset` of TRL. The arguments are its.
         """
         if formatting_func is None and has_only_prompts(dataset):
+            chats = " To learn its messages, take the column prompt out." if "messages" in column_names(dataset) else ""
             raise DataError(
                 f"The {dataset_name} dataset has prompts and no completions, so there is nothing to learn from. Add "
-                "completions, or distil with lmbda=1.0 or seq_kd, by which they are sampled."
+                f"completions, or distil with lmbda=1.0 or seq_kd, by which they are sampled.{chats}"
             )
         with self._marked_parts(dataset, processing_class, args):
             if formatting_func is None:

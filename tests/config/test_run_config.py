@@ -111,6 +111,8 @@ def test_command_line_beats_file_beats_recipe_beats_trl(load):
         ("padding_free: true", "padding_free: without packing it does not enforce max_length"),
         ("eval_packing: true", "eval_packing: without `packing: true` or `padding_free: true` TRL's collator"),
         ("dataloader_prefetch_factor: 2", "dataloader_prefetch_factor: has no effect without workers"),
+        ("dataloader_persistent_workers: true", "dataloader_persistent_workers: has no effect without workers"),
+        ("use_cpu: true\nactivation_offloading: true", "activation_offloading: takes activations from a GPU's memory"),
         ("test_split_size: 0.1", "test_split_size: belongs to `datasets`"),
         ("dataset_test_split: dev\nholdout_fraction: 0.1", "has no effect with dataset_test_split"),
         ("recipe: distill_two_stage", "recipe: distill_two_stage was removed: run the second stage by itself"),

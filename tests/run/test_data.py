@@ -185,6 +185,15 @@ def test_directories(load, tmp_path):
         load("saved")
     with pytest.raises(ConfigError, match=r"files of no split \(extra.jsonl\)"):
         load("d", {"d/extra.jsonl": lines(TEXTS)})
+    for held_out in ("my_test.jsonl", "Validation-2.csv", "data.dev.jsonl"):
+        files = {"l/my_train.jsonl": lines(TEXTS), f"l/{held_out}": lines(TEXTS)}
+        with pytest.raises(ConfigError, match=rf"look held out \({held_out}\) beside others"):
+            load("l", files)
+        (tmp_path / "l" / held_out).unlink()
+    assert load("l", {"l/latest.jsonl": lines(TEXTS)}).facts.train_rows == 38
+    (tmp_path / "hub/data").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="hub holds no dataset.* There are some in hub/data; name one folder"):
+        load("hub", {"hub/data/train-00000-of-00001.jsonl": lines(TEXTS)})
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="empty holds no dataset"):
         load("empty")
@@ -298,6 +307,8 @@ def test_a_wrong_row_that_is_held_out_is_named_by_its_line(load):
     [
         ("missing.jsonl", [], "command line: dataset_name: no such file or directory: missing.jsonl"),
         ("./missing", [], "no such file or directory"),
+        ("d/*.jsonl", [], "no such file or directory: d/.*. Name the folder of the files: patterns are not read"),
+        ("https://x.org/rows.jsonl", [], "no such file or directory: https.*. Download it first"),
         ("no/such-dataset", [], "there is no file or directory no/such-dataset, and the hub could not be asked"),
         ("demo:nothing", [], "dataset_name: No demo is called"),
         ("rows.jsonl", ["dataset_config=x"], "dataset_config: has no effect"),
@@ -403,6 +414,7 @@ def test_columns_of_a_csv_file_that_are_no_columns_say_why(load):
     for header, row, hint in (
         ("prompt;completion", "a;b", "The columns are separated by ';'; in a .csv file expected commas."),
         ("prompt, completion", "a,b", "Rename ' completion' to 'completion'."),
+        ("Question,Answer", "a,b", "Rename 'Question' to 'prompt' and 'Answer' to 'completion'."),
     ):
         with pytest.raises(DataError, match=re.escape(hint)):
             load("rows.CSV", {"rows.CSV": f"{header}\n{row}\n{row}\n"})

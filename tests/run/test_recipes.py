@@ -263,6 +263,11 @@ def test_evaluations_on_the_way_and_the_best_model(run, tuned, tmp_path):
     assert training["tokens_per_second"] > 0
     code, _, err = run(SETTINGS, *often, "metric_for_best_model=perplexitty", "output_dir=other")
     assert code == 2 and "metric_for_best_model: expected one of" in err and "perplexity" in err
+    for options in ("null", "{bogus: 1}"):
+        said = run(
+            SETTINGS, "lr_scheduler_type=cosine_with_min_lr", f"lr_scheduler_kwargs={options}", "output_dir=other"
+        )
+        refused(said, 2, "lr_scheduler_kwargs: cosine_with_min_lr: ")
     if not find_spec("bitsandbytes"):
         refused(run(SETTINGS, "optim=lion_8bit", "output_dir=other"), 2, "optim: lion_8bit: ", "bitsandbytes")
 

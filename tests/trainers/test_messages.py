@@ -242,6 +242,9 @@ REFUSED = {
     "an empty stream": (lambda: IterableDataset.from_generator(lambda: iter(())), "expected a stream of rows, got one"),
     "labels of texts": (columns(text=["w1"], labels=[1]), "column 'labels': .*made of their text"),
     "prompts": (columns(prompt=["w1"]), "train dataset has prompts and no completions"),
+    "prompts of chats": (
+        columns(prompt=["w1"], messages=[answered({"content": "w2"})]), "To learn its messages, take the column prompt",
+    ),
 }  # fmt: skip
 
 

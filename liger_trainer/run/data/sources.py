@@ -256,6 +256,7 @@ def _depth(value: Any) -> int:
 
 # Columns of a CSV file that are text whatever their cells look like: "42", "NA" and "null" are answers too.
 _TEXTS = ("prompt", "completion", "instruction", "input", "output", "system")
+_HELD_OUT = re.compile(r"(?<![a-z])(test|val|valid|validation|dev|eval|held_?out|holdout)(?![a-z])", re.IGNORECASE)
 _FILE_OF_ARROW = b"ARROW1"  # how an IPC file (Feather) begins; `save_to_disk` writes IPC streams
 
 
@@ -368,8 +369,10 @@ def _load_directory(config: "RunConfig", bad: BadRows, path: Path) -> LoadedData
         raise DataError(f"{path}: cannot be read as the output of save_to_disk: {error}") from None
     candidates = sorted(p for p in path.iterdir() if kind_of_file(p) in SUFFIXES)
     if not candidates:
+        below = sorted({p.parent for p in path.glob("*/*") if kind_of_file(p) in SUFFIXES or p.name == "state.json"})
+        hint = f" There are some in {', '.join(map(str, below))}; name one folder." if below else ""
         expected = f"{EXPECTED}, or the output of save_to_disk"
-        raise config.error("dataset_name", f"{path} holds no dataset; expected {expected}.")
+        raise config.error("dataset_name", f"{path} holds no dataset; expected {expected}.{hint}")
     names = {config["dataset_train_split"], config["dataset_test_split"]}
     files: dict[str, list[Path]] = {}
     for file in candidates:  # train.jsonl, train-00000-of-00002.parquet
@@ -377,6 +380,10 @@ def _load_directory(config: "RunConfig", bad: BadRows, path: Path) -> LoadedData
         split = next((n for n in names if stem == n or stem.startswith(f"{n}-")), None)
         files.setdefault(split or "", []).append(file)
     if list(files) == [""]:  # no file is named after a split: all are training rows
+        held_out = [file.name for file in candidates if _HELD_OUT.search(file.stem)]
+        if held_out and len(held_out) < len(candidates):
+            reason = f"{path} holds files that look held out ({', '.join(held_out)}) beside others. Name each after its"
+            raise config.error("dataset_name", f"{reason} split, as in train.jsonl and test.jsonl, or take one file.")
         return _load_files(config, bad, {config["dataset_train_split"]: candidates})
     if "" in files:
         others = ", ".join(p.name for p in files[""])
