@@ -309,7 +309,7 @@ class StudentWorker:
 
     def measure(self, setup: Setup, student: str) -> dict[str, float]:
         """Return what `liger-trainer eval` says of a student on held-out rows, against the teacher."""
-        from liger_trainer.tools.evaluate import evaluate, subject_of
+        from liger_trainer.run.evaluate import evaluate, subject_of
 
         settings = [*setup.common(), *setup.generated(1), f"model_name_or_path={student}"]
         metrics = evaluate(subject_of(CONFIG, settings)).metrics
@@ -382,7 +382,7 @@ class Record:
 
 def together(part: str, tasks: dict[str, tuple[Any, ...]], record: Record, tiny: bool, deadline: float) -> None:
     """Run all tasks at once, each in a process, and record them. What is not done by the deadline is a failure."""
-    context = context_for("liger_trainer.recipes.distill", "liger_trainer.tools.evaluate")
+    context = context_for("liger_trainer.recipes.distill", "liger_trainer.run.evaluate")
     processes = {name: Process(StudentWorker, name, tiny, context) for name in tasks}
     for name, process in processes.items():
         process.start("do", *tasks[name])

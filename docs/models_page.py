@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import transformers
 from transformers.utils import logging
 
-from liger_trainer.tools.doctor import COLUMNS, IMAGES, Diagnosis, cells, diagnose_all
+from liger_trainer.extras.doctor import COLUMNS, IMAGES, Diagnosis, cells, diagnose_all
 
 # Classes that no test compares with stock transformers, and why; one test fails if another joins them.
 _DEFAULTS = "no small configuration is known: parts of it must fit each other"

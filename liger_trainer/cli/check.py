@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..config.run_config import RunConfig
-    from ..tools.preview import SeenRow
+    from ..extras.preview import SeenRow
 
 
 def validate(config: Config, overrides: Overrides = None) -> None:
@@ -125,10 +125,10 @@ def preview(
     settings = checked(config, overrides).on_this_machine()
     from rich.console import Console
 
+    from ..extras.preview import preview as prepare
     from ..run.data.datasets import load_run_datasets
     from ..run.models import check_student, open_model, with_processor
     from ..run.results import print_data, print_rows
-    from ..tools.preview import preview as prepare
 
     console = Console(highlight=False)
     # The same checks as a run makes, in the same order, so that the same mistakes show.

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from ..extras.doctor import Diagnosis
     from ..extras.selfcheck import CheckResult
     from ..patching.patcher import PatchReport
-    from ..tools.doctor import Diagnosis
 
 
 def doctor(
@@ -42,7 +42,7 @@ def doctor(
         raise ConfigError("doctor takes a model or --all: liger-trainer doctor llama, liger-trainer doctor --all.")
     # transformers warns of nearly every default configuration.
     _silence()
-    from ..tools.doctor import config_of, diagnose, diagnose_all, family_of, not_recognised
+    from ..extras.doctor import config_of, diagnose, diagnose_all, family_of, not_recognised
 
     if model is not None:
         config = config_of(model)
@@ -99,7 +99,7 @@ def _print_all(diagnoses: "list[Diagnosis]") -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from ..tools.doctor import COLUMNS, IMAGES, cells
+    from ..extras.doctor import COLUMNS, IMAGES, cells
 
     table = Table("family or class", *COLUMNS, IMAGES, "left alone")
     for found in diagnoses:

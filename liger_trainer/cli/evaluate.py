@@ -18,7 +18,7 @@ from ._shared import AsJson, Force, out_of_memory, quieten, show_notices, write_
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..tools.evaluate import Evaluation, Subject
+    from ..run.evaluate import Evaluation, Subject
 
 OF_TASKS = "exact_match/", LM_EVAL  # begin the names of metrics that only a task has
 TAKES_LESS = "What takes less: a smaller per_device_eval_batch_size, a smaller max_length, dtype=bfloat16."
@@ -49,7 +49,7 @@ def evaluate(
     if output is not None and output.exists() and not force:
         raise ConfigError(f"{output} exists; choose another name or add --force.")
     quieten()
-    from ..tools.evaluate import subject_of
+    from ..run.evaluate import subject_of
 
     # All of them before the first is measured, which may take long.
     subjects = [subject_of(name, overrides) for name in names]
@@ -83,7 +83,7 @@ def split_targets(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _evaluate(subject: "Subject", more: "Callable[[Any], dict[str, float]] | None") -> "Evaluation":
     import torch
 
-    from ..tools.evaluate import evaluate as run
+    from ..run.evaluate import evaluate as run
 
     try:
         with out_of_memory(TAKES_LESS):
@@ -105,8 +105,8 @@ def _print(found: "list[Evaluation]") -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from ..run.evaluate import ROWS
     from ..run.reports.tables import MetricRow, shown_rows
-    from ..tools.evaluate import ROWS
 
     console = Console(highlight=False)
     table = Table("held-out metric")

@@ -20,7 +20,7 @@ from trl.trainer import sft_trainer
 
 from liger_trainer import compat, patch
 from liger_trainer.compat import code_objects, recognitions
-from liger_trainer.tools import doctor
+from liger_trainer.extras import doctor
 
 try:
     from transformers.distributed import tensor_parallel

@@ -14,10 +14,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from docs.models_page import NOT_COMPARED
 from liger_trainer.errors import MaterializedLogitsWarning
+from liger_trainer.extras import doctor
 from liger_trainer.losses.deferred_logits import DeferredLogits
 from liger_trainer.losses.fused_forward import _warn_once
 from liger_trainer.patching.patcher import NothingToPatch, patch
-from liger_trainer.tools import doctor
 
 pytestmark = pytest.mark.slow
 

@@ -216,7 +216,7 @@ GPU = "minutes on a GPU; tests/benchmarks/test_tables.py runs it on small shapes
 SEVERAL_GPUS = "several GPUs; tests/benchmarks/test_many_gpus.py runs some of it on CPUs"
 PARSED = {
     "liger-trainer schema --write": "writes into the package; tests/project/test_walkthroughs.py runs it in a copy",
-    "liger-trainer doctor --all": "minutes; tests/tools/test_doctor.py holds docs/models.md to it",
+    "liger-trainer doctor --all": "minutes; tests/extras/test_doctor.py holds docs/models.md to it",
     "liger-trainer run smollm2/distill_layerdrop '~keep_every_nth_layer' qat=int4 learning_rate=5e-5": (
         "needs torchao; tests/extras/test_qat.py trains by it where it is installed"
     ),

@@ -12,9 +12,9 @@ from trl import chat_template_utils
 from liger_trainer import LigerConfig, LigerDistillConfig
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.errors import ConfigError, DataError
+from liger_trainer.extras.preview import preview
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import check_student, open_model
-from liger_trainer.tools.preview import preview
 from liger_trainer.trainers import chat_template as chat_checks
 from liger_trainer.trainers.chat_rows import in_messages, split_last
 from liger_trainer.trainers.chat_template import check_chats

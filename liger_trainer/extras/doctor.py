@@ -23,7 +23,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
 )
 
-from .. import plugins
 from ..compat import all_missed
 from ..compat.models import GATE, new_model
 from ..compat.recognitions import check_all
@@ -33,6 +32,7 @@ from ..patching.patcher import NothingToPatch, Patched, PatchOptions, PatchRepor
 from ..patching.vision import counting_forward, embed_patches
 from ..plugins import DEMO
 from ..trainers.images import vision_tower
+from .demo import CONFIG, demo_key
 
 # column of the table -> kinds of a report (`PatchReport.swapped`)
 COLUMNS = {
@@ -76,8 +76,8 @@ def config_of(model: str) -> Any:
     Raises:
         ConfigError: `model` is none of them.
     """
-    if model.startswith(DEMO) and (demo := plugins.load(DEMO)).demo_key(model):
-        return LlamaConfig(**demo.CONFIG)  # its directory is built by the first run, which may be later
+    if model.startswith(DEMO) and demo_key(model):
+        return LlamaConfig(**CONFIG)  # its directory is built by the first run, which may be later
     if model in CONFIG_MAPPING and not os.path.isdir(model):
         try:
             return CONFIG_MAPPING[model]()

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from docs import models_page
 from liger_trainer.errors import ConfigError
+from liger_trainer.extras import doctor
 from liger_trainer.patching.patcher import PatchOptions, patch
-from liger_trainer.tools import doctor
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 OTHERS = ("MoonshineForConditionalGeneration", "T5ForConditionalGeneration", "ChameleonForConditionalGeneration")

@@ -25,8 +25,8 @@ from ..common.weights import ADAPTER, DamagedWeightsError, with_adapter
 from ..config.run_config import load_run_config
 from ..config.yaml_reader import Setting, setting
 from ..errors import ConfigError, CorruptError, NonFiniteError
-from ..run.data.datasets import DataFacts, RunData, load_run_datasets
-from ..run.models import (
+from .data.datasets import DataFacts, RunData, load_run_datasets
+from .models import (
     ModelFiles,
     check_same_tokenizer,
     check_student,
@@ -37,7 +37,7 @@ from ..run.models import (
     open_teachers,
     with_processor,
 )
-from ..run.reports.tables import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow
+from .reports.tables import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig

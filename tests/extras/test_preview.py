@@ -8,9 +8,9 @@ from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from liger_trainer.config.run_config import load_run_config
+from liger_trainer.extras.preview import preview
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import open_model
-from liger_trainer.tools.preview import preview
 from liger_trainer.trainers.rows import count_rows
 from liger_trainer.trainers.sft_trainer import LigerTrainer
 
