@@ -17,6 +17,7 @@ PLUGINS = {
     "uld": "cross_tokenizer.teacher",
     "teacher_prompt": "privileged",
     "vocab_parallel": "vocab_parallel.heads",
+    "adamw_8bit": "adamw_8bit",
     "qat": "qat",
     "mtp": "mtp",
     DEMO: "demo",

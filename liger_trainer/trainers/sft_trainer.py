@@ -26,7 +26,7 @@ from ..losses.spec import IGNORE_INDEX, LossOptions, TokenLossOutput, TokenWeigh
 from ..patching.packing.document_mask import documents_come_along, padded_on_the_right
 from ..patching.packing.packed_rows import PackedRows, patch_packed_attention
 from ..patching.patcher import base_of, patched_record
-from ..plugins import QUANTISED, TrainerPlugin, of_trainer
+from ..plugins import QUANTISED, TrainerPlugin, load, of_trainer
 from .checkpoint_guard import CheckpointGuard, ResumeCheck, public_files, public_report
 from .config import LigerConfig, LigerDistillConfig
 from .finite_guard import FiniteGuard
@@ -439,11 +439,7 @@ class LigerTrainer(SFTTrainer):
         return output
 
     def get_optimizer_cls_and_kwargs(self, args, model=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ours = None
-        if args.optim in ADAMW_8BIT:
-            from .adamw_8bit import chosen  # which other optimizers need not wait for
-
-            ours = chosen(self, args, model)
+        ours = load("adamw_8bit").chosen(self, args, model) if args.optim in ADAMW_8BIT else None
         return ours or super().get_optimizer_cls_and_kwargs(args, model)
 
     def create_optimizer(self, *args, **kwargs):

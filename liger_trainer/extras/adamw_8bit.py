@@ -13,8 +13,8 @@ from ..compat.torch_internals import add_to_all, subtract_from_all
 from ..errors import ConfigError
 from ..kernels.adamw import ByChance, adamw_
 from ..kernels.eight_bits import BLOCK, encoded_reference, maps_on
-from .host import TrainerHost
-from .one_launch_adamw import WHOLE, OneLaunchAdamW, params_of
+from ..trainers.host import TrainerHost
+from ..trainers.one_launch_adamw import WHOLE, OneLaunchAdamW, params_of
 
 SMALLEST = 4096  # numbers: both libraries keep moments of less in 32 bits
 WRAPPED = "__bnb_optimizer_quant_state__"  # around all but the step, so that FSDP does not gather it

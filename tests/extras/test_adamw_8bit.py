@@ -10,9 +10,9 @@ from tiny import tiny_model
 from trainings import logged, sft, trained, weights_of
 
 from liger_trainer.errors import ConfigError
+from liger_trainer.extras import adamw_8bit
+from liger_trainer.extras.adamw_8bit import WRAPPED, OneLaunchAdamW8bit
 from liger_trainer.kernels.eight_bits import decoded_reference, encoded_reference
-from liger_trainer.trainers import adamw_8bit
-from liger_trainer.trainers.adamw_8bit import WRAPPED, OneLaunchAdamW8bit
 from liger_trainer.trainers.finite_guard import drops_on_device, innermost
 
 RUN: dict[str, Any] = {
