@@ -18,6 +18,7 @@ PLUGINS = {
     "teacher_prompt": "privileged",
     "vocab_parallel": "vocab_parallel.heads",
     "adamw_8bit": "adamw_8bit",
+    "rollouts": "rollouts.rollouts",
     "qat": "qat",
     "mtp": "mtp",
     DEMO: "demo",

@@ -23,10 +23,14 @@ from ..errors import ConfigError
 from ..losses.model_parts import device_of
 from ..patching.graphs.recorder import CudaRecorder
 from ..patching.patcher import base_of
+from ..plugins import load
 from .options import AUTO, GENERATE, GRAPHS
-from .rollouts import NotServed, Rollouts
 
 Tokens = list[int]
+
+
+class NotServed(Exception):
+    """These completions are sampled by `generate`. The message says why."""
 
 
 def until_the_end(tokens: Sequence[int], ends: Sequence[int]) -> Tokens:
@@ -51,7 +55,7 @@ class Decoder:
     ):  # fmt: skip
         self._sampler, self._autocast, self._gathers = sampler, autocast, gathers
         # by the model: settings, the most tokens of a completion, and what decodes; None: generate does
-        self._rollouts: dict[int, tuple[dict[str, Any], int, Rollouts | None]] = {}
+        self._rollouts: dict[int, tuple[dict[str, Any], int, Any]] = {}
 
     def complete(
         self, model: Any, prompts: Sequence[Tokens], settings: GenerationConfig, seed: int,
@@ -92,7 +96,7 @@ class Decoder:
                     completions += _generated(model, prompts[at : at + size], settings, device, streamer, images)
         return [until_the_end(tokens, ends if isinstance(ends, list) else [ends]) for tokens in completions]
 
-    def _rollouts_of(self, model: Any, settings: GenerationConfig, device: torch.device) -> Rollouts | None:
+    def _rollouts_of(self, model: Any, settings: GenerationConfig, device: torch.device) -> Any:
         """Return what decodes for a model in CUDA graphs, None where `generate` does."""
         if self._sampler == GENERATE or (self._sampler == AUTO and device.type != "cuda"):
             return None
@@ -102,7 +106,7 @@ class Decoder:
         if known is None or known[0] != chosen or known[1] < settings.max_new_tokens:
             try:
                 recorder = CudaRecorder if device.type == "cuda" else None
-                made = Rollouts(model, settings, recorder)
+                made = load("rollouts").Rollouts(model, settings, recorder)
                 self._rollouts[id(model)] = chosen, settings.max_new_tokens, made
             except NotServed as reason:
                 self._refuse(model, settings, str(reason))

@@ -22,9 +22,9 @@ from liger_trainer.extras.estimate.memory_tracker import BLOCK, MemoryTracker
 from liger_trainer.extras.estimate.simulate import ModelSpec, Rollout, StepSpec, simulate
 from liger_trainer.extras.estimate.stand_ins import MomentsOptimizer
 from liger_trainer.extras.estimate.step_spec import Sharding
+from liger_trainer.extras.rollouts.rollouts import Rollouts
 from liger_trainer.losses.spec import Distillation, LossOptions
 from liger_trainer.patching.patcher import base_of, patch
-from liger_trainer.trainers.rollouts import Rollouts
 
 ADAMW = functools.partial(torch.optim.AdamW, fused=True)
 FOREACH = functools.partial(torch.optim.AdamW, foreach=True)

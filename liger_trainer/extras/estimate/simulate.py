@@ -319,7 +319,7 @@ class _TrainerSteps:
             peak.add("optimizer state", tracker.live["optimizer state"])
 
     def _sample(self, model: Any, rollout: Rollout) -> None:
-        """Read all prompts in one flat row, next to room for keys and values, as trainers/rollouts.py does.
+        """Read all prompts in one flat row, next to room for keys and values, as rollouts/rollouts.py does.
 
         The steps that follow have a token a row, which takes less.
         """

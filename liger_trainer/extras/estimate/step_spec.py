@@ -27,8 +27,8 @@ from ...run.launch import launcher_arguments
 from ...teachers.cache.records import HiddenFormat, RecordFormat, TeacherHead
 from ...teachers.cache.store import HiddenSettings, read_index
 from ...trainers.options import AUTO, MEMORY, NEVER
-from ...trainers.rollouts import SIZES
 from ..demo import CONFIG, demo_key
+from ..rollouts.rollouts import SIZES
 from .memory_tracker import Peak
 from .simulate import GATHERED as WHOLE
 from .simulate import SAMPLING, ModelSpec, Rollout, StepMemory, StepSpec

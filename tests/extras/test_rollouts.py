@@ -15,13 +15,13 @@ from vision import vision_model
 from liger_trainer import patch
 from liger_trainer.errors import ConfigError
 from liger_trainer.extras import chat
+from liger_trainer.extras.rollouts import decoding_layers as decoding_file
+from liger_trainer.extras.rollouts import rollouts as rollouts_file
+from liger_trainer.extras.rollouts.rollouts import NotServed, Rollouts
 from liger_trainer.patching.graphs.recorder import CudaRecorder
 from liger_trainer.run import samples
 from liger_trainer.trainers import decoder as decoder_file
-from liger_trainer.trainers import decoding_layers as decoding_file
-from liger_trainer.trainers import rollouts as rollouts_file
 from liger_trainer.trainers.decoder import Decoder
-from liger_trainer.trainers.rollouts import NotServed, Rollouts
 
 REFUSED = {"mixtral": "experts", "gpt2": "something else for each implementation"}
 SERVED = [family for family in FAMILIES if family not in REFUSED]

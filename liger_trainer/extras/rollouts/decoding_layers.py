@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from ..common.replacements import replaced
-from ..compat.modules import own_children
-from ..kernels.thin_linear import MOST_TILES, thin_linear
-from ..losses.model_parts import decoder_layers
-from ..patching.layers.deferred_norm import Deferred
-from ..patching.layers.linears import is_weight_and_bias, layers_of_one_input
-from ..patching.layers.mlps import RULE, calls_other_children
-from ..patching.layers.rotary import ROTATES_LATER
+from ...common.replacements import replaced
+from ...compat.modules import own_children
+from ...kernels.thin_linear import MOST_TILES, thin_linear
+from ...losses.model_parts import decoder_layers
+from ...patching.layers.deferred_norm import Deferred
+from ...patching.layers.linears import is_weight_and_bias, layers_of_one_input
+from ...patching.layers.mlps import RULE, calls_other_children
+from ...patching.layers.rotary import ROTATES_LATER
 
 
 class Product(Deferred):

@@ -9,16 +9,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from ..compat.deepspeed import is_partitioned
-from ..compat.models import attention_implementation
-from ..compat.modules import is_hooked
-from ..compat.recognitions import compares_with
-from ..errors import ConfigError
-from ..kernels.decode_attention import WIDEST
-from ..losses.model_parts import decoder_layers, reads_images
-from ..patching.layers.experts import looks_like_experts
-from ..patching.packing.packed_attention import NAMES, attention_modules
-from ..patching.patcher import base_of
+from ...compat.deepspeed import is_partitioned
+from ...compat.models import attention_implementation
+from ...compat.modules import is_hooked
+from ...compat.recognitions import compares_with
+from ...errors import ConfigError
+from ...kernels.decode_attention import WIDEST
+from ...losses.model_parts import decoder_layers, reads_images
+from ...patching.layers.experts import looks_like_experts
+from ...patching.packing.packed_attention import NAMES, attention_modules
+from ...patching.patcher import base_of
+from ...trainers.decoder import NotServed
 
 SERVED = {  # fields of GenerationConfig that are read here, or change nothing
     "do_sample", "use_cache", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "suppress_tokens",
@@ -27,10 +28,6 @@ SERVED = {  # fields of GenerationConfig that are read here, or change nothing
     "max_length",
 }  # fmt: skip
 NEUTRAL = {"num_return_sequences": 1, "repetition_penalty": 1.0, "num_beams": 1}  # with another value they are not
-
-
-class NotServed(Exception):
-    """These completions are sampled by `generate`. The message says why."""
 
 
 def why_not(model: Any, settings: GenerationConfig) -> str | None:

@@ -23,18 +23,18 @@ from torch import Tensor
 from transformers import AttentionInterface, Cache, GenerationConfig
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ..common.replacements import replaced
-from ..compat.models import ATTENTION, adapter_switches, attention_implementation
-from ..kernels.decode_attention import decode_attention, places_of
-from ..kernels.draw_tokens import draw_tokens, note_tokens
-from ..patching.graphs.recorder import Recorder, free_memory
-from ..patching.layers.rotary import Rotated
-from ..patching.packing.packed_attention import NAMES, PackedAttention, attention_configs
-from ..patching.patcher import base_of
+from ...common.replacements import replaced
+from ...compat.models import ATTENTION, adapter_switches, attention_implementation
+from ...kernels.decode_attention import decode_attention, places_of
+from ...kernels.draw_tokens import draw_tokens, note_tokens
+from ...patching.graphs.recorder import Recorder, free_memory
+from ...patching.layers.rotary import Rotated
+from ...patching.packing.packed_attention import NAMES, PackedAttention, attention_configs
+from ...patching.patcher import base_of
+from ...trainers.decoder import NotServed, Tokens
 from .decoding_layers import DecodingLayers
-from .rollout_support import NotServed, adapters_merged, why_not
+from .support import adapters_merged, why_not
 
-Tokens = list[int]
 NAME = "liger_rollout"
 CHUNK = 16  # steps between two looks at who has ended: a look waits for the GPU, a step takes 1 to 5 ms
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows of a step
