@@ -24,6 +24,7 @@ PLUGINS = {
     DEMO: "demo",
     TASK: "tasks",
     "lm_eval": "lm_harness",
+    "report": "report.html",
     "vocab_parallel_trainer": "vocab_parallel.trainer",
 }
 

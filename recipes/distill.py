@@ -4,9 +4,9 @@ from pathlib import Path
 
 from liger_trainer.config.run_config import RunConfig
 from liger_trainer.patching.patcher import base_of
+from liger_trainer.run.metric_rows import DISTILL_ROWS, OTHER_TOKENS_ROWS
 from liger_trainer.run.models import check_same_tokenizer, check_student, open_teachers
 from liger_trainer.run.recipe import load_trainer, prepare, train_and_save
-from liger_trainer.run.reports.tables import DISTILL_ROWS, OTHER_TOKENS_ROWS
 from liger_trainer.run.results import print_plan
 from liger_trainer.run.samples import complete_by_each, held_out_prompts, in_other_tokens, model_facts
 from liger_trainer.trainers.distill_trainer import LigerDistillTrainer

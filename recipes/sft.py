@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from liger_trainer.config.run_config import RunConfig
+from liger_trainer.run.metric_rows import SFT_ROWS
 from liger_trainer.run.models import check_student
 from liger_trainer.run.recipe import load_trainer, prepare, train_and_save
-from liger_trainer.run.reports.tables import SFT_ROWS
 from liger_trainer.run.results import print_plan
 from liger_trainer.run.samples import held_out_prompts
 from liger_trainer.trainers.sft_trainer import LigerTrainer

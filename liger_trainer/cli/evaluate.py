@@ -106,7 +106,7 @@ def _print(found: "list[Evaluation]") -> None:
     from rich.table import Table
 
     from ..run.evaluate import ROWS
-    from ..run.reports.tables import MetricRow, shown_rows
+    from ..run.metric_rows import MetricRow, shown_rows
 
     console = Console(highlight=False)
     table = Table("held-out metric")

@@ -32,7 +32,7 @@ def _print(config: "RunConfig", path: Path, record: "StudentRecord", student: "P
     from rich.console import Console
     from rich.table import Table
 
-    from ..run.reports.tables import DISTILL_ROWS
+    from ..run.metric_rows import DISTILL_ROWS
 
     console = Console()
     # By their number in the original, since that is what importances are of.

@@ -28,8 +28,8 @@ def report(
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"--output: expected a name that ends in .html, got {output}.")
     from ..common.files import REPORT, writing_to
-    from ..run.reports.html import is_report, write_report
-    from ..run.reports.tables import read_runs
+    from ..extras.report.html import is_report, write_report
+    from ..extras.report.tables import read_runs
 
     runs = read_runs(run_dirs)
     # A run's own report may always be written again.

@@ -26,6 +26,7 @@ from ..config.run_config import load_run_config
 from ..config.yaml_reader import Setting, setting
 from ..errors import ConfigError, CorruptError, NonFiniteError
 from .data.datasets import DataFacts, RunData, load_run_datasets
+from .metric_rows import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow
 from .models import (
     ModelFiles,
     check_same_tokenizer,
@@ -37,7 +38,6 @@ from .models import (
     open_teachers,
     with_processor,
 )
-from .reports.tables import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig

@@ -19,7 +19,7 @@ from ..losses.plan import LOSS_TYPES, plan_of
 from ..plugins import DEMO
 from .data.datasets import PLAIN
 from .launch import versions
-from .reports.tables import (
+from .metric_rows import (
     DISTILL_ROWS,
     OTHER_TOKENS_ROWS,
     SFT_ROWS,
@@ -80,7 +80,7 @@ def model_card(config: "RunConfig", results: "RunResults", model: Published) -> 
     title = (model.hub_model_id or Path(config["output_dir"]).expanduser().resolve().name).rpartition("/")[2]
     return ModelCard.from_template(
         _header(config, results, model),
-        template_str=importlib.resources.files("liger_trainer.run.reports")
+        template_str=importlib.resources.files("liger_trainer.run")
         .joinpath("templates", "model_card.md.jinja")
         .read_text(encoding="utf-8"),
         title=escaped(title),

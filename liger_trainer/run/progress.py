@@ -15,7 +15,7 @@ from transformers.trainer_utils import has_length
 
 from ..common import signals
 from ..trainers.metrics import tokens_before
-from .reports.tables import duration
+from .metric_rows import duration
 
 IN_TRAINING = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "grad_norm")
 # Metrics of a line. Terms of a loss follow the loss; accuracy is shown where there is no agreement.

@@ -28,9 +28,8 @@ from ..secrets import redact, redacted
 from ..trainers.sft_trainer import LigerTrainer
 from .data.datasets import RunData, load_run_datasets
 from .launch import device_facts, versions
+from .metric_rows import MetricRow, verdict
 from .models import ModelFiles, load_student, open_model, with_processor
-from .reports.html import verdict
-from .reports.tables import MetricRow
 from .results import (
     RunResults,
     check_output_dir,
@@ -271,13 +270,10 @@ def _report(output_dir: Path) -> None:
     Raises:
         StorageError: the disk is full, read-only or over its quota.
     """
-    from .reports.html import write_report
-    from .reports.tables import read_runs
-
     advice = f"to write it again: liger-trainer report {shlex.quote(str(output_dir))}"
     try:
         with writing_to(output_dir / REPORT, f"Everything else of the run is saved; {advice}"):
-            write_report(read_runs([output_dir]), output_dir / REPORT)
+            plugins.load("report").report_run(output_dir)
     except StorageError:
         raise
     except Exception as error:

@@ -18,7 +18,7 @@ from ..common.files import CONFIG, DEFAULTS, METRICS, REPORT, refuse_if_held, wr
 from ..patching.patcher import Patched
 from ..trainers.rows import RowFacts
 from .data.datasets import PLAIN, USERS_TOO, DataFacts
-from .reports.tables import MetricRow, shown_rows
+from .metric_rows import MetricRow, shown_rows
 from .samples import Completion, ModelFacts, comparison_table, print_completions
 
 if TYPE_CHECKING:

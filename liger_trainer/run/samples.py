@@ -23,7 +23,7 @@ from ..trainers.decoder import Decoder
 from ..trainers.rows import text_prompt_ids
 from .data.datasets import RunData
 from .data.row_checks import images_of
-from .reports.tables import MetricRow
+from .metric_rows import MetricRow
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig

@@ -7,8 +7,8 @@ import pytest
 
 from liger_trainer.common.files import LOCK, folder_lock, refuse_links, sha256, staged_folder, write_atomically
 from liger_trainer.errors import ConfigError
-from liger_trainer.run.reports.html import write_report
-from liger_trainer.run.reports.tables import RunRecord
+from liger_trainer.extras.report.html import write_report
+from liger_trainer.extras.report.tables import RunRecord
 
 
 @pytest.mark.parametrize("content", ["nats: ∞\n", b"\x00\xff"])

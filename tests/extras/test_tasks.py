@@ -228,7 +228,7 @@ def test_the_notebook_s_commands_run(tmp_path, capsys, monkeypatch):
     save_models(tmp_path, "base", num_hidden_layers=4)
     monkeypatch.chdir(tmp_path)
     without_report(monkeypatch)
-    monkeypatch.setattr("liger_trainer.run.reports.html.draw", lambda runs, labels: [])
+    monkeypatch.setattr("liger_trainer.extras.report.html.draw", lambda runs, labels: [])
     printed: dict[str, str] = {}
 
     def shell(line: str) -> None:

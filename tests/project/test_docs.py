@@ -284,7 +284,7 @@ def kept(tmp_path_factory) -> Path:
 def no_report(monkeypatch):
     """Drawing takes longer than the commands, and tests of reports are elsewhere."""
     without_report(monkeypatch)
-    monkeypatch.setattr("liger_trainer.run.reports.html.draw", lambda runs, labels: [])
+    monkeypatch.setattr("liger_trainer.extras.report.html.draw", lambda runs, labels: [])
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_metrics_and_report_on_a_full_disk(disk, capsys, monkeypatch):
     """They come last: the model is there, and the old report stays as it was."""
     from liger_trainer.run import recipe
 
-    monkeypatch.setattr("liger_trainer.run.reports.html.draw", lambda *arguments: [])
+    monkeypatch.setattr("liger_trainer.extras.report.html.draw", lambda *arguments: [])
     finish = recipe.finish
 
     def full(*args):

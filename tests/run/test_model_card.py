@@ -21,8 +21,8 @@ from liger_trainer.errors import LigerTrainerError
 from liger_trainer.recipes import distill
 from liger_trainer.run import recipe as saving
 from liger_trainer.run.data.datasets import PLAIN
+from liger_trainer.run.metric_rows import figure
 from liger_trainer.run.model_card import Published, hub_id, model_card, public
-from liger_trainer.run.reports.tables import figure
 
 
 @pytest.fixture(scope="module")

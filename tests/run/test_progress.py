@@ -12,9 +12,9 @@ from commands import end_of, metrics, save_models, settings, texts, without_repo
 from transformers import AutoModelForCausalLM, TrainerState, TrainingArguments
 
 from liger_trainer.run import progress as progress_module
+from liger_trainer.run.metric_rows import verdict
 from liger_trainer.run.progress import RunProgress, SpeedMetrics
 from liger_trainer.run.recipe import next_commands
-from liger_trainer.run.reports.html import verdict
 
 STEPS = 6
 

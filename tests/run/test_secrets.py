@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError
-from liger_trainer.run.reports import drawing
-from liger_trainer.run.reports.drawing import charts_of
+from liger_trainer.extras.report import drawing
+from liger_trainer.extras.report.drawing import charts_of
 from liger_trainer.secrets import redact
 
 

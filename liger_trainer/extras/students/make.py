@@ -21,8 +21,8 @@ from ...errors import ConfigError, NonFiniteError
 from ...run.data.datasets import RunData, load_run_datasets
 from ...run.drop_layers import drop_layers, kept_indices
 from ...run.launch import versions
+from ...run.metric_rows import DISTILL_ROWS
 from ...run.models import ModelFiles, check_student, load_original, open_model, with_processor
-from ...run.reports.tables import DISTILL_ROWS
 from ...run.results import check_writable
 from ...trainers.distill_trainer import LigerDistillTrainer
 from ...trainers.row_preparation import Preparation

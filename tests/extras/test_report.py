@@ -17,29 +17,23 @@ from finished_runs import config_text, content, log_history
 from tiny import WORDS
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from liger_trainer.run import progress as callbacks
-from liger_trainer.run import recipe as saving
-from liger_trainer.run.progress import SpeedMetrics, gpu_utilization
-from liger_trainer.run.reports import drawing
-from liger_trainer.run.reports import html as html_report
-from liger_trainer.run.reports.drawing import CHARTS, SERIES, charts_of, lines_of, points
-from liger_trainer.run.reports.tables import (
-    SFT_ROWS,
+from liger_trainer.extras.report import drawing
+from liger_trainer.extras.report import html as html_report
+from liger_trainer.extras.report.drawing import CHARTS, SERIES, charts_of, lines_of, points
+from liger_trainer.extras.report.tables import (
     before_and_after,
-    change,
     data_facts,
     differences,
-    duration,
     facts,
-    figure,
-    memory,
     names,
-    parameters,
     read_run,
     settings,
-    shown_rows,
     side_by_side,
 )
+from liger_trainer.run import progress as callbacks
+from liger_trainer.run import recipe as saving
+from liger_trainer.run.metric_rows import SFT_ROWS, change, duration, figure, memory, parameters, shown_rows
+from liger_trainer.run.progress import SpeedMetrics, gpu_utilization
 
 SECTIONS = ["metrics", "curves", "samples", "data", "configuration", "layers", "cost", "environment"]
 VOID = {"meta", "link", "br", "use", "img", "input"}

@@ -3,127 +3,40 @@
 The file contains its styles and drawings, runs no script and loads nothing. Imports no torch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...common.files import refuse_links, write_atomically
+from ...common.files import REPORT, refuse_links, write_atomically
+from ...run.metric_rows import Verdict, change, count, duration, figure, memory, parameters, teacher_text, verdict
 from ...secrets import redact
 from .drawing import SERIES, Drawing, draw, points, reading
 from .tables import (
-    DISTILL_ROWS,
-    EXACT_MATCH,
-    OTHER_TOKENS_ROWS,
-    SFT_ROWS,
     Completion,
     Grid,
-    MetricRow,
     RunRecord,
     before_and_after,
     best_of,
-    change,
-    count,
     data_facts,
     differences,
-    duration,
     environment_facts,
     facts,
-    figure,
     latest,
-    memory,
     names,
     of_the_same_rows,
     of_the_same_tokens,
-    parameters,
     parts_of_the_time,
     patches,
     prepared_rows,
+    read_runs,
     rows_of,
     settings,
     side_by_side,
-    teacher_text,
     tone,
     training_facts,
 )
-
-# What a run achieved, in sentences: how the held-out rows changed, and how the student compares with its teacher.
-
-
-FEW_ROWS = 20  # held-out rows below which a verdict says how many they are
-HARDLY = 0.005  # a relative change below this is called none: a rerun with another seed moves as much
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """`tone` is good, bad or nothing, as in tables."""
-
-    text: str
-    tone: str
-
-
-def verdict(
-    recipe: str | None,
-    before: Mapping[str, float],
-    after: Mapping[str, float],
-    models: Mapping[str, Mapping[str, Any]],
-    rows: int | None = None,
-) -> Verdict | None:
-    """Judge a run by the first metric of its recipe; None if it has no metric from before and after.
-
-    Args:
-        before, after: held-out metrics by their names without `eval_`.
-        models: `student` and `teacher` with `parameters`, as far as they are there.
-        rows: how many were held out, if that is known.
-    """
-    of_recipe = (EXACT_MATCH, *((*OTHER_TOKENS_ROWS, *DISTILL_ROWS) if recipe == "distill" else SFT_ROWS))
-    judged = [row for row in of_recipe if row.better and row.metric in before and row.metric in after]
-    if not judged:
-        return None
-    first = judged[0]
-    if first is EXACT_MATCH and len(judged) > 1 and before[first.metric] == after[first.metric]:
-        judged = [first := judged[1], EXACT_MATCH, *judged[2:]]  # as of a run too short to get an answer right
-    old, new = before[first.metric], after[first.metric]
-    if new != new:
-        return Verdict(f"{_name(first)} on the held-out rows is NaN: the trained model cannot be used.", "bad")
-    if abs(new - old) <= HARDLY * abs(old):
-        word, tone = "hardly changed", ""
-    elif (new < old) == (first.better == "lower"):
-        word, tone = "got better", "good"
-    else:
-        word, tone = "got worse", "bad"
-    who = "student" if recipe == "distill" else "model"
-    shown = [first, *(row for row in judged[1:] if row.metric in ("exact_match", "agreement_at_1", "perplexity"))]
-    moves = ", ".join(_move(row, before[row.metric], after[row.metric]) for row in shown)
-    few = f" It is judged by {rows} rows, which are few." if rows is not None and rows < FEW_ROWS else ""
-    text = f"The {who} {word} on rows that it was not trained on: {moves}.{few}{beside_teacher(models)}"
-    return Verdict(text, tone)
-
-
-def _name(row: MetricRow) -> str:
-    return row.title.partition(" (")[0]
-
-
-def _move(row: MetricRow, old: float, new: float) -> str:
-    share = change(old, new)
-    moved = f"from {figure(old, row.digits)} to {figure(new, row.digits)}"
-    return f"{_name(row)} {moved}{f' ({share})' if share else ''}"
-
-
-def beside_teacher(models: Mapping[str, Mapping[str, Any]]) -> str:
-    """Compare the sizes of student and teacher; nothing without a teacher."""
-    student, teacher = models.get("student"), models.get("teacher")
-    if not student or not teacher:
-        return ""
-    small, large = student["parameters"], teacher["parameters"]
-    if not (small and large):  # ZeRO-3 leaves empty tensors in each process
-        return ""
-    text = f" It has {small / large:.0%} of its teacher's parameters ({parameters(small)} of {parameters(large)})"
-    if small == large:
-        text = " It is as large as its teacher"
-    return f"{text}."
-
 
 WRITTEN_BY = "Written by liger-trainer"  # in the footer
 
@@ -167,6 +80,11 @@ def write_report(runs: Sequence[RunRecord], output: Path) -> Path:
     return output
 
 
+def report_run(run_dir: Path) -> None:
+    """Write the report of one run into its folder."""
+    write_report(read_runs([run_dir]), run_dir / REPORT)
+
+
 def is_report(path: Path) -> bool:
     """Return whether a file is a report."""
     return path.is_file() and WRITTEN_BY in path.read_text(errors="replace")
@@ -177,7 +95,10 @@ def render(runs: Sequence[RunRecord], drawings: Sequence[Drawing]) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("liger_trainer.run.reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=PackageLoader("liger_trainer.extras.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
     )
     labels = names(runs)
     samples = list(_samples(runs, labels))

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .tables import RunRecord, has_other_name, number
+from ...run.metric_rows import has_other_name
+from .tables import RunRecord, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from liger_trainer.run.reports.drawing import (
+from liger_trainer.extras.report.drawing import (
     CHARTS,
     SMOOTHED_FROM,
     _running_mean,
@@ -16,7 +16,7 @@ from liger_trainer.run.reports.drawing import (
     points,
     reading,
 )
-from liger_trainer.run.reports.tables import before_and_after, read_run
+from liger_trainer.extras.report.tables import before_and_after, read_run
 
 VALUE = r'<circle cx="([\d.]+)" cy="([\d.]+)" r="4" style="[^"]*"><title>([^<]*)</title>'
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from finished_runs import config_text, content
 
-from liger_trainer.run.reports.tables import read_run
+from liger_trainer.extras.report.tables import read_run
 
 
 @pytest.fixture
