@@ -17,6 +17,7 @@ PLUGINS = {
     "uld": "cross_tokenizer.teacher",
     "teacher_prompt": "privileged",
     "vocab_parallel": "vocab_parallel.heads",
+    "from_trl": "from_trl",
     "adamw_8bit": "adamw_8bit",
     "rollouts": "rollouts.rollouts",
     "qat": "qat",
@@ -24,6 +25,7 @@ PLUGINS = {
     DEMO: "demo",
     TASK: "tasks",
     "lm_eval": "lm_harness",
+    "model_card": "report.model_card",
     "report": "report.html",
     "vocab_parallel_trainer": "vocab_parallel.trainer",
 }

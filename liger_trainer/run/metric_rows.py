@@ -1,12 +1,9 @@
 """What the held-out metrics of a run are called, how numbers are written, and what a run has achieved, in sentences."""
 
-import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from ..config.yaml_reader import inline
 
 
 @dataclass(frozen=True)
@@ -95,51 +92,12 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {round(seconds) % 60} s"
 
 
-def count(value: Any) -> str:
-    """Write an integer with thousands separators; anything else as `shown`."""
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else shown(value)
-
-
 def parameters(value: int) -> str:
     """Write three digits: `135 M`, `1.24 B`."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return str(value)
-
-
-def memory(mib: float) -> str:
-    """Write MiB, from 10 GiB on GiB."""
-    return f"{mib / 1024:,.1f} GiB" if mib >= 10240 else f"{mib:,.0f} MiB"
-
-
-def shown(value: Any) -> str:
-    """Write a setting as YAML does; a list of plain values with commas."""
-    if value is None:
-        return "none"
-    if isinstance(value, (list, tuple)) and all(isinstance(item, (str, int, float)) for item in value):
-        return ", ".join(map(str, value))
-    return value if isinstance(value, str) else inline(value)
-
-
-def teacher_text(values: Mapping[str, Any], named: Callable[[str], str] = str) -> str | None:
-    """Say who teaches in a configuration; None if it names nobody.
-
-    Args:
-        values: keys of a configuration, `teachers` as a list or as JSON.
-        named: writes the name of a model.
-    """
-    several = values.get("teachers")
-    if several:
-        entries = json.loads(several) if isinstance(several, str) else several
-        return ", ".join(teacher_text(entry, named) or named(entry["name"]) for entry in entries)
-    if values.get("teacher") == "self":
-        return "itself without its adapters"
-    if values.get("teacher") == "server":
-        model = values.get("teacher_server_model")
-        return f"{named(model)} on a server" if model else "a server"
-    name = values.get("teacher_model_name_or_path")
-    return named(name) if name else "a cache" if values.get("teacher") == "cache" else None
 
 
 # What a run achieved, in sentences: how the held-out rows changed, and how the student compares with its teacher.

@@ -236,9 +236,8 @@ def _push(trainer: Trainer, config: "RunConfig") -> Exception | None:
 
 def _write_card(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
     """Write the card of this run in place of the one that TRL and PEFT write; `push_to_hub` writes it once more."""
-    from .model_card import NAME, Published, model_card
-
-    model = Published(
+    card = plugins.load("model_card")
+    model = card.Published(
         adapter=isinstance(trainer.model, PeftModel),
         chat=bool(getattr(trainer.processing_class, "chat_template", None)),
         tags=model_card_tags(trainer),
@@ -247,7 +246,7 @@ def _write_card(trainer: Trainer, config: "RunConfig", output_dir: Path, results
 
     def write(*_: Any, **__: Any) -> None:
         if trainer.is_world_process_zero():
-            write_atomically(output_dir / NAME, redact(str(model_card(config, results, model))))
+            write_atomically(output_dir / card.NAME, redact(str(card.model_card(config, results, model))))
 
     # TRL and PEFT write a card of their own on each save and push, which would replace this one.
     trainer.create_model_card = write

@@ -21,10 +21,11 @@ from ..compat.sft_trainer import is_conversational
 from ..errors import ConfigError, TeacherServerError
 from ..losses.spec import LossOptions, TokenLossOutput
 from ..patching.patcher import Patched, base_of
+from ..plugins import load
 from ..teachers.factory import GivenTeacher, make_teacher
 from ..teachers.model import ModelTeacher
 from ..teachers.own_images import take_processor
-from .config import LigerDistillConfig, from_trl
+from .config import LigerDistillConfig
 from .host import DistillTrainerHost
 from .images import check_settings
 from .loss_schedule import LossState
@@ -103,7 +104,7 @@ class LigerDistillTrainer(LigerTrainer):
         if of_trl:
             if args is not None:
                 correct_guess(args)
-            args, kwargs = from_trl(args, kwargs)
+            args, kwargs = load("from_trl").from_trl(args, kwargs)
         teacher_model = teacher_model if teacher_model is not None else args.teacher_model_name_or_path
         if teacher_model is model and not isinstance(model, str):
             raise ConfigError("The student cannot be its own teacher: its weights would move under the teacher.")

@@ -17,7 +17,7 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError
-from liger_trainer.trainers.config import from_trl
+from liger_trainer.extras.from_trl import from_trl
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 EOS = VOCAB - 3

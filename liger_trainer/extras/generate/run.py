@@ -22,11 +22,11 @@ from ...common.files import write_atomically, writing_to
 from ...common.weights import adapter_at
 from ...errors import ConfigError, DataError
 from ...plugins import DEMO
-from ...run.model_card import public
 from ...secrets import redact
 from ...teachers.fingerprints import template_fingerprint, tokenizer_fingerprint
 from ...teachers.vocabulary import tokenizer_of
 from ..demo import DEMO_MODELS, resolve_model
+from ..report.model_card import public
 from .options import DRAWN_ROWS, GenerateOptions
 from .prompts import PromptSource, held_out_grams, prompt_source
 from .sieve import FILTERS, Sample, Sieve

@@ -10,7 +10,7 @@ from typing import Any
 
 from ... import __version__
 from ...common.files import REPORT, refuse_links, write_atomically
-from ...run.metric_rows import Verdict, change, count, duration, figure, memory, parameters, teacher_text, verdict
+from ...run.metric_rows import Verdict, change, duration, figure, parameters, verdict
 from ...secrets import redact
 from .drawing import SERIES, Drawing, draw, points, reading
 from .tables import (
@@ -19,11 +19,13 @@ from .tables import (
     RunRecord,
     before_and_after,
     best_of,
+    count,
     data_facts,
     differences,
     environment_facts,
     facts,
     latest,
+    memory,
     names,
     of_the_same_rows,
     of_the_same_tokens,
@@ -34,6 +36,7 @@ from .tables import (
     rows_of,
     settings,
     side_by_side,
+    teacher_text,
     tone,
     training_facts,
 )

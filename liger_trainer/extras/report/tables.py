@@ -5,7 +5,7 @@ A table has a column for every run, so that one run and several share the code.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...common.checkpoints import checkpoints_in
 from ...common.files import BEFORE, CONFIG, DEFAULTS, METRICS, STATE
+from ...config.yaml_reader import inline
 from ...errors import ConfigError, CorruptError
 from ...run.metric_rows import (
     DISTILL_ROWS,
@@ -22,11 +23,8 @@ from ...run.metric_rows import (
     SFT_ROWS,
     MetricRow,
     change,
-    count,
     duration,
     figure,
-    memory,
-    shown,
     shown_rows,
 )
 
@@ -194,6 +192,45 @@ def names(runs: Sequence[RunRecord]) -> list[str]:
         if len(set(short)) == len(short):
             break
     return short
+
+
+def count(value: Any) -> str:
+    """Write an integer with thousands separators; anything else as `shown`."""
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else shown(value)
+
+
+def memory(mib: float) -> str:
+    """Write MiB, from 10 GiB on GiB."""
+    return f"{mib / 1024:,.1f} GiB" if mib >= 10240 else f"{mib:,.0f} MiB"
+
+
+def shown(value: Any) -> str:
+    """Write a setting as YAML does; a list of plain values with commas."""
+    if value is None:
+        return "none"
+    if isinstance(value, (list, tuple)) and all(isinstance(item, (str, int, float)) for item in value):
+        return ", ".join(map(str, value))
+    return value if isinstance(value, str) else inline(value)
+
+
+def teacher_text(values: Mapping[str, Any], named: Callable[[str], str] = str) -> str | None:
+    """Say who teaches in a configuration; None if it names nobody.
+
+    Args:
+        values: keys of a configuration, `teachers` as a list or as JSON.
+        named: writes the name of a model.
+    """
+    several = values.get("teachers")
+    if several:
+        entries = json.loads(several) if isinstance(several, str) else several
+        return ", ".join(teacher_text(entry, named) or named(entry["name"]) for entry in entries)
+    if values.get("teacher") == "self":
+        return "itself without its adapters"
+    if values.get("teacher") == "server":
+        model = values.get("teacher_server_model")
+        return f"{named(model)} on a server" if model else "a server"
+    name = values.get("teacher_model_name_or_path")
+    return named(name) if name else "a cache" if values.get("teacher") == "cache" else None
 
 
 MORE_ROWS = (

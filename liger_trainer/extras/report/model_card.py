@@ -14,29 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from .. import plugins
-from ..losses.plan import LOSS_TYPES, plan_of
-from ..plugins import DEMO
-from .data.datasets import PLAIN
-from .launch import versions
-from .metric_rows import (
+from ...losses.plan import LOSS_TYPES, plan_of
+from ...plugins import DEMO
+from ...run.data.datasets import PLAIN
+from ...run.launch import versions
+from ...run.metric_rows import (
     DISTILL_ROWS,
     OTHER_TOKENS_ROWS,
     SFT_ROWS,
     change,
-    count,
     duration,
     figure,
-    memory,
     parameters,
-    shown,
     shown_rows,
-    teacher_text,
 )
+from ..demo import DEMO_MODELS
+from .tables import count, memory, shown, teacher_text
 
 if TYPE_CHECKING:
-    from ..config.run_config import RunConfig
-    from .results import RunResults
+    from ...config.run_config import RunConfig
+    from ...run.results import RunResults
 
 NAME = "README.md"
 # Keys that say nothing about the model.
@@ -80,7 +77,7 @@ def model_card(config: "RunConfig", results: "RunResults", model: Published) -> 
     title = (model.hub_model_id or Path(config["output_dir"]).expanduser().resolve().name).rpartition("/")[2]
     return ModelCard.from_template(
         _header(config, results, model),
-        template_str=importlib.resources.files("liger_trainer.run")
+        template_str=importlib.resources.files("liger_trainer.extras.report")
         .joinpath("templates", "model_card.md.jinja")
         .read_text(encoding="utf-8"),
         title=escaped(title),
@@ -139,7 +136,7 @@ def public(value: Any) -> Any:
 
 def _demo(model: str) -> Any:
     """Return the facts about a demo model; None for any other."""
-    return plugins.load(DEMO).DEMO_MODELS.get(model.removeprefix(DEMO)) if model.startswith(DEMO) else None
+    return DEMO_MODELS.get(model.removeprefix(DEMO)) if model.startswith(DEMO) else None
 
 
 def _named(model: str) -> Markdown:

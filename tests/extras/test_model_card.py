@@ -18,11 +18,11 @@ from liger_trainer.cli import run as cli_run
 from liger_trainer.config import check as trackers
 from liger_trainer.config.run_config import check_text, load_run_config
 from liger_trainer.errors import LigerTrainerError
+from liger_trainer.extras.report.model_card import Published, hub_id, model_card, public
 from liger_trainer.recipes import distill
 from liger_trainer.run import recipe as saving
 from liger_trainer.run.data.datasets import PLAIN
 from liger_trainer.run.metric_rows import figure
-from liger_trainer.run.model_card import Published, hub_id, model_card, public
 
 
 @pytest.fixture(scope="module")
