@@ -1,6 +1,5 @@
 """`doctor`, `env` and `selfcheck`: what `patch` would swap, what is installed, and whether the ops are right."""
 
-import dataclasses
 import json
 import os
 import platform
@@ -17,11 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
-    from rich.console import Console
 
-    from ..extras.doctor import Diagnosis
     from ..extras.selfcheck import CheckResult
-    from ..patching.patcher import PatchReport
 
 
 def doctor(
@@ -42,27 +38,25 @@ def doctor(
         raise ConfigError("doctor takes a model or --all: liger-trainer doctor llama, liger-trainer doctor --all.")
     # transformers warns of nearly every default configuration.
     _silence()
-    from ..extras.doctor import config_of, diagnose, diagnose_all, family_of, not_recognised
+    from ..extras.doctor import (
+        config_of,
+        diagnose,
+        diagnose_all,
+        family_of,
+        not_recognised,
+        print_all,
+        print_missed,
+        print_report,
+    )
 
     if model is not None:
         config = config_of(model)
-        _print(diagnose(config), family_of(config))
+        print_report(diagnose(config), family_of(config))
     else:
-        _print_all(diagnose_all())
+        print_all(diagnose_all())
     missed = not_recognised()
     if missed:
-        _print_missed(missed)
-
-
-def _print_missed(missed: dict[str, str]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("not recognised", "what follows")
-    for what, consequence in missed.items():
-        table.add_row(escape(what), escape(consequence))
-    Console().print(table)
+        print_missed(missed)
 
 
 def _silence() -> None:
@@ -73,42 +67,6 @@ def _silence() -> None:
 
     warnings.filterwarnings("ignore", module=r"transformers\b")
     logging.set_verbosity_error()
-
-
-def _print(report: "PatchReport", title: str) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("layer", "instances", title=title, title_justify="left")
-    for kind, count in report.swapped.items():
-        table.add_row(kind, str(count))
-    console = Console()
-    console.print(table)
-    if not report.left_alone:
-        console.print("Left alone: none.")
-        return
-    table = Table("left alone", "why")
-    for name, why in report.left_alone.items():
-        table.add_row(escape(name), escape(why))
-    console.print(table)
-
-
-def _print_all(diagnoses: "list[Diagnosis]") -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from ..extras.doctor import COLUMNS, IMAGES, cells
-
-    table = Table("family or class", *COLUMNS, IMAGES, "left alone")
-    for found in diagnoses:
-        if found.report is None:
-            table.add_row(found.name, *([""] * (len(COLUMNS) + 1)), escape(found.problem))
-        else:
-            left = ", ".join(found.report.left_alone)
-            table.add_row(found.name, *cells(found.report).values(), escape(left))
-    Console().print(table)
 
 
 # `env`: the installed versions, the GPU, and what is missing for which purpose.
@@ -185,7 +143,6 @@ def _print_versions(facts: dict[str, Any]) -> None:
 
 # `selfcheck`: compare the gradients of the ops with plain torch, on this device.
 DTYPES = ("float32", "bfloat16", "float16")
-PACKAGES = ("liger-trainer", "torch", "triton", "transformers", "trl", "peft", "accelerate")
 
 
 def selfcheck(
@@ -205,16 +162,17 @@ def selfcheck(
     import torch
 
     from ..extras.selfcheck import default_dtypes, run_checks, runs_kernels
+    from ..extras.selfcheck_report import all_pass, facts_of, plain, print_checks
 
     place = _device(device)
     dtypes = tuple(getattr(torch, name) for name in dtype) if dtype else default_dtypes(place)
     results = list(_shown(run_checks(place, dtypes)))
-    facts = _facts(place, runs_kernels(place))
+    facts = facts_of(place, runs_kernels(place))
     if as_json:
-        typer.echo(json.dumps({**facts, "passes": _passes(results), "checks": [_plain(r) for r in results]}, indent=2))
+        typer.echo(json.dumps({**facts, "passes": all_pass(results), "checks": [plain(r) for r in results]}, indent=2))
     else:
-        _print_checks(facts, results)
-    if not _passes(results):
+        print_checks(facts, results)
+    if not all_pass(results):
         raise typer.Exit(1)
 
 
@@ -230,10 +188,6 @@ def _device(name: str | None) -> "torch.device":
     return device
 
 
-def _passes(results: "list[CheckResult]") -> bool:
-    return all(result.passes and result.sees_one_percent for result in results)
-
-
 def _shown(results: "Iterator[CheckResult]") -> "Iterator[CheckResult]":
     """Yield the results, and show progress on stderr."""
     from rich.console import Console
@@ -243,92 +197,3 @@ def _shown(results: "Iterator[CheckResult]") -> "Iterator[CheckResult]":
         for result in results:
             status.update(f"Checking: {result.name}, {result.dtype} done")
             yield result
-
-
-def _facts(device: "torch.device", kernels: bool) -> dict[str, Any]:
-    import torch
-
-    from ..kernels.runtime import is_interpreted, launch_table
-    from ..run.launch import device_facts, versions
-
-    how = "torch, without kernels" if not kernels else "Triton's interpreter" if is_interpreted() else "Triton kernels"
-    gpu = {}
-    if device.type == "cuda":
-        gpu = device_facts()["gpus"][torch.cuda.current_device() if device.index is None else device.index]
-    return {
-        "device": gpu.get("name", str(device)),
-        "compute_capability": gpu.get("compute_capability"),
-        "ops_run_by": how,
-        "launch_table": launch_table(device) if kernels and not is_interpreted() else None,
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: number for name, number in versions().items() if name in PACKAGES},
-    }
-
-
-def _plain(result: "CheckResult") -> dict[str, Any]:
-    return {**dataclasses.asdict(result), "passes": result.passes, "sees_one_percent": result.sees_one_percent}
-
-
-def _print_checks(facts: dict[str, Any], results: "list[CheckResult]") -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console, table = Console(highlight=False), Table(box=None, pad_edge=False)
-    for column in ("op", "dtype", "tensors", "worst", "distance", "allowed", ""):
-        right = column in ("tensors", "distance", "allowed")
-        table.add_column(column, justify="right" if right else "left", no_wrap=column not in ("op", "worst"))
-    for result in results:
-        worst, verdict = result.worst, "ok" if result.passes else "[red]wrong[/red]"
-        if worst is None:
-            table.add_row(result.name, result.dtype, "", escape(result.failure), "", "", verdict)
-            continue
-        errors = f"{worst.error:.1e}", f"{worst.bound:.1e}"
-        table.add_row(result.name, result.dtype, str(len(result.comparisons)), worst.tensor, *errors, verdict)
-    console.print(table)
-    _print_summary(console, facts, results)
-
-
-def _print_summary(console: "Console", facts: dict[str, Any], results: "list[CheckResult]") -> None:
-    compared = [comparison for result in results for comparison in result.comparisons]
-    seen, wrong = sum(c.sees_one_percent for c in compared), [r for r in results if not r.passes]
-    blind = [r for r in results if r.passes and not r.sees_one_percent]
-    console.print(
-        f"{len(compared)} outputs and gradients of {len(results)} checks were compared with fp64; each may be off by "
-        f"twice what plain torch is, and a few roundings. A planted error of 1 % was seen in {seen} of them.",
-        soft_wrap=True,
-    )
-    for result in wrong:
-        console.print(f"Wrong: {result.name} in {result.dtype}. {result.failure or _detail(result)}", style="red")
-    for result in blind:
-        console.print(f"Proves nothing: {result.name} in {result.dtype} would have passed with 1 % more.", style="red")
-    if not wrong and not blind:
-        console.print("Everything is right.", style="green")
-    console.print("\nTo paste into an issue:\n")
-    console.print(_for_an_issue(facts, results), soft_wrap=True, markup=False)
-
-
-def _for_an_issue(facts: dict[str, Any], results: "list[CheckResult]") -> str:
-    """Return a block of Markdown: the machine, what computes there, and which checks do not pass."""
-    capability = facts["compute_capability"]
-    dtypes = ", ".join(dict.fromkeys(result.dtype for result in results))
-    failed = [r for r in results if not (r.passes and r.sees_one_percent)]
-    lines = [
-        f"liger-trainer selfcheck: {len(results) - len(failed)} of {len(results)} checks pass, in {dtypes}",
-        f"device       {facts['device']}" + (f", compute {capability}" if capability else ""),
-        f"ops run by   {facts['ops_run_by']}",
-        f"launches     {facts['launch_table']}" if facts["launch_table"] else "",
-        f"platform     {facts['platform']}, Python {facts['python']}",
-        "versions     " + ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
-        *(f"fails        {r.name}, {r.dtype}: {r.failure or _detail(r) or 'sees no error of 1 %'}" for r in failed),
-    ]
-    return "\n".join(["```text", *filter(None, lines), "```"])
-
-
-def _detail(result: "CheckResult") -> str:
-    return "; ".join(
-        f"{c.tensor} is off by {c.error:.2e} of {c.bound:.2e} allowed, {c.factor:.2e} of {c.factor_bound:.2e} along it"
-        for c in result.comparisons
-        if not c.passes
-    )

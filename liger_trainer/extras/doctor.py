@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 import transformers
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, LlamaConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -221,3 +224,36 @@ def cells(report: PatchReport) -> dict[str, str]:
 
 def family_of(config: Any) -> str:
     return f"{config.model_type}, {class_of(config) or 'no causal LM'}"
+
+
+def print_missed(missed: dict[str, str]) -> None:
+    table = Table("not recognised", "what follows")
+    for what, consequence in missed.items():
+        table.add_row(escape(what), escape(consequence))
+    Console().print(table)
+
+
+def print_report(report: PatchReport, title: str) -> None:
+    table = Table("layer", "instances", title=title, title_justify="left")
+    for kind, count in report.swapped.items():
+        table.add_row(kind, str(count))
+    console = Console()
+    console.print(table)
+    if not report.left_alone:
+        console.print("Left alone: none.")
+        return
+    table = Table("left alone", "why")
+    for name, why in report.left_alone.items():
+        table.add_row(escape(name), escape(why))
+    console.print(table)
+
+
+def print_all(diagnoses: list[Diagnosis]) -> None:
+    table = Table("family or class", *COLUMNS, IMAGES, "left alone")
+    for found in diagnoses:
+        if found.report is None:
+            table.add_row(found.name, *([""] * (len(COLUMNS) + 1)), escape(found.problem))
+        else:
+            left = ", ".join(found.report.left_alone)
+            table.add_row(found.name, *cells(found.report).values(), escape(left))
+    Console().print(table)

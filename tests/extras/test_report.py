@@ -25,6 +25,7 @@ from liger_trainer.extras.report.tables import (
     data_facts,
     differences,
     facts,
+    memory,
     names,
     read_run,
     settings,
@@ -32,7 +33,7 @@ from liger_trainer.extras.report.tables import (
 )
 from liger_trainer.run import progress as callbacks
 from liger_trainer.run import recipe as saving
-from liger_trainer.run.metric_rows import SFT_ROWS, change, duration, figure, memory, parameters, shown_rows
+from liger_trainer.run.metric_rows import SFT_ROWS, change, duration, figure, parameters, shown_rows
 from liger_trainer.run.progress import SpeedMetrics, gpu_utilization
 
 SECTIONS = ["metrics", "curves", "samples", "data", "configuration", "layers", "cost", "environment"]
