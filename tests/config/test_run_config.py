@@ -267,7 +267,8 @@ def test_paths_that_are_not_there(tmp_path, monkeypatch):
 
 def test_the_shipped_schema_and_reference_are_current():
     """Renewed by `liger-trainer schema --write`. Beside other versions of TRL, only our own keys can be compared."""
-    from liger_trainer.config.schema_writer import OWN, json_schema, markdown, schema_text
+    from liger_trainer.config.schema_writer import OWN, json_schema, schema_text
+    from liger_trainer.extras.config_page import markdown
 
     if shipped_schema().versions == installed_versions():
         assert shipped_text() == schema_text(json_schema()), "run: liger-trainer schema --write"
