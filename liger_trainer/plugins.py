@@ -19,6 +19,7 @@ PLUGINS = {
     "vocab_parallel": "vocab_parallel.heads",
     "from_trl": "from_trl",
     "adamw_8bit": "adamw_8bit",
+    "delta_rule": "delta_rule_gradients",
     "rollouts": "rollouts.rollouts",
     "qat": "qat",
     "mtp": "mtp",

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from liger_trainer import patch
 from liger_trainer.errors import ConfigError
+from liger_trainer.extras import delta_rule_gradients
 from liger_trainer.kernels import causal_conv
 from liger_trainer.patching.packing import token_mixers
 from liger_trainer.patching.packing.packed_attention import documents_of
@@ -276,7 +277,7 @@ def test_a_gpu_on_which_fla_refuses_its_backward_takes_plain_torch(with_rule, mo
     model = with_rule("qwen3_5_text", refusing)
     model.load_state_dict(plain.state_dict())
     token_mixers.refused.cache_clear()
-    monkeypatch.setattr(token_mixers, "_register_gradients", lambda: False)  # as before fla-core 0.6
+    monkeypatch.setattr(delta_rule_gradients, "register_gradients", lambda: False)  # as before fla-core 0.6
     monkeypatch.setattr(token_mixers, "is_interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))

@@ -25,6 +25,7 @@ from ...compat.code_objects import closed_over, globals_read, rebound
 from ...compat.modules import replaced_forward
 from ...compat.recognitions import has_kernel, is_guarded_kernel
 from ...kernels.runtime import is_interpreted
+from ...plugins import load
 from .. import structure
 from ..options import PatchOptions, PatchReport
 from .document_mask import Documents
@@ -168,7 +169,7 @@ def refused() -> str | None:
     """Say why fla-core refuses the backward of the delta rule on this GPU, None where it does not.
 
     One of its kernels (`chunk_bwd_dqkwg`) has wrong results on Hopper with Triton 3.4.0 to 3.7.0, and raises there
-    (its issue 640). From its release 0.6 on it takes a function of ours for that step (delta_rule_gradients.py).
+    (its issue 640). From its release 0.6 on it takes a function of ours for that step (extras/delta_rule_gradients.py).
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9 or is_interpreted():
         return None
@@ -177,40 +178,12 @@ def refused() -> str | None:
     version = tuple(int(part) for part in triton.__version__.partition("+")[0].split(".")[:3])
     if not (3, 4, 0) <= version < (3, 7, 1) or importlib.util.find_spec("tilelang") is not None:
         return None
-    if _register_gradients():
+    if load("delta_rule").register_gradients():
         return None
     return (
         f"fla-core refuses its backward with Triton {triton.__version__} on Hopper GPUs, where its gradients would be "
         "wrong (fla issue 640), so it runs in plain torch, which is much slower: `pip install 'fla-core>=0.6'`"
     )
-
-
-def _register_gradients() -> bool:
-    """Have fla-core call `chunk_gradients` for gated rules; return whether it knows how."""
-    try:
-        from fla.backends import BaseBackend, register  # pyright: ignore[reportMissingImports]
-        from fla.ops.common.chunk_o import chunk_bwd_dqkwg  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return False
-    from .delta_rule_gradients import chunk_gradients
-
-    known = {*inspect.signature(chunk_gradients).parameters, "g_gamma"}
-    if set(inspect.signature(inspect.unwrap(chunk_bwd_dqkwg)).parameters) != known:  # of a release that we do not know
-        return False
-
-    @register("common")
-    class OwnGradients(BaseBackend):
-        backend_type = "liger_trainer"
-
-        def chunk_bwd_dqkwg(self, *args: Any, g_gamma: None = None, **how: Any) -> tuple[Tensor, ...]:
-            return chunk_gradients(*args, **how)
-
-        def verify(self, function_name: str, *args: Any, **how: Any) -> tuple[bool, str | None]:
-            """Whether it is a gated delta rule's step: a call without w is of another model."""
-            gated = all(how.get(name) is not None for name in ("w", "g", "dv")) and how.get("g_gamma") is None
-            return function_name == "chunk_bwd_dqkwg" and gated, "liger-trainer has gated delta rules only"
-
-    return True
 
 
 @functools.cache  # one function for all layers, so that torch.compile sees one

@@ -19,10 +19,37 @@ All chunks are computed at once, products in the inputs' dtype, with sums in fp3
 Source    chunks of the gated delta rule: Yang et al. 2024, arXiv:2412.06464
 """
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def register_gradients() -> bool:
+    """Have fla-core call `chunk_gradients` for gated rules; return whether it knows how."""
+    try:
+        from fla.backends import BaseBackend, register  # pyright: ignore[reportMissingImports]
+        from fla.ops.common.chunk_o import chunk_bwd_dqkwg  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return False
+    known = {*inspect.signature(chunk_gradients).parameters, "g_gamma"}
+    if set(inspect.signature(inspect.unwrap(chunk_bwd_dqkwg)).parameters) != known:  # of a release that we do not know
+        return False
+
+    @register("common")
+    class OwnGradients(BaseBackend):
+        backend_type = "liger_trainer"
+
+        def chunk_bwd_dqkwg(self, *args: Any, g_gamma: None = None, **how: Any) -> tuple[Tensor, ...]:
+            return chunk_gradients(*args, **how)
+
+        def verify(self, function_name: str, *args: Any, **how: Any) -> tuple[bool, str | None]:
+            """Whether it is a gated delta rule's step: a call without w is of another model."""
+            gated = all(how.get(name) is not None for name in ("w", "g", "dv")) and how.get("g_gamma") is None
+            return function_name == "chunk_bwd_dqkwg" and gated, "liger-trainer has gated delta rules only"
+
+    return True
 
 
 def chunk_gradients(

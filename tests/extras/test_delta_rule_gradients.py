@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from liger_trainer.extras.delta_rule_gradients import chunk_gradients
 from liger_trainer.patching.packing import token_mixers
-from liger_trainer.patching.packing.delta_rule_gradients import chunk_gradients
 
 CHUNK, SCALE = 64, 0.3
 NAMES = ("q", "k", "v", "do", "h", "dh", "w", "g", "dv")
@@ -104,7 +104,7 @@ def assert_close(pairs, error):
 
 
 def test_an_error_of_one_percent_is_noticed(monkeypatch):
-    from liger_trainer.patching.packing import delta_rule_gradients
+    from liger_trainer.extras import delta_rule_gradients
 
     product = delta_rule_gradients._product
     monkeypatch.setattr(delta_rule_gradients, "_product", lambda a, b: product(a, b) * 1.01)
