@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -372,7 +373,8 @@ def test_tokens_are_told_as_they_come(sampler, device):
 
 def test_a_decoder_keeps_what_it_has_recorded(monkeypatch):
     made = []
-    monkeypatch.setattr(rollouts_file, "Rollouts", lambda *given: made.append(given) or Rollouts(*given))
+    noted = SimpleNamespace(Rollouts=lambda *given: made.append(given) or Rollouts(*given))
+    monkeypatch.setattr(decoder_file, "load", lambda name: noted)
     model, prompts, decoder = tiny_model("qwen3"), prompts_of(), Decoder("graphs")
     for most in (8, 12, 3):
         how = settings(max_new_tokens=most)
