@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import heapq
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -47,12 +48,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for cases in functions.values():
         left = {item: _pairs(item) for item in cases}
         tried: set[tuple] = set()
-        while left:
-            # The first of those that try most.
-            best = max(left, key=lambda item: (len(left[item] - tried), _path(item)[0] == "triton"))
-            if left[best] <= tried:
-                break
-            tried |= left.pop(best)
+        # The first of those that try most, by what each would have added when it was last looked at: it is never more.
+        queue = [(-len(pairs), _path(item)[0] != "triton", at) for at, (item, pairs) in enumerate(left.items())]
+        heapq.heapify(queue)
+        while queue:
+            *_, at = heapq.heappop(queue)
+            added = left[cases[at]] - tried
+            key = (-len(added), _path(cases[at])[0] != "triton", at)
+            if queue and key > queue[0]:
+                heapq.heappush(queue, key)
+            elif added:
+                tried |= left.pop(cases[at])
         for item in left:
             item.add_marker(pytest.mark.slow)
 
