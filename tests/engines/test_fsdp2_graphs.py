@@ -27,7 +27,7 @@ from liger_trainer.patching.graphs.cuda_graphs import GraphedLayers, layers_of
 from liger_trainer.patching.patcher import base_of
 from liger_trainer.trainers import fsdp_memory, step_graphs
 
-STEPS = 6
+STEPS = 5
 LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)}
 CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 CASES = {

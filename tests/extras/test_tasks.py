@@ -25,9 +25,6 @@ from liger_trainer.run.data.datasets import load_run_datasets
 
 if find_spec("reasoning_gym") is None:
     pytest.skip("reasoning-gym is not installed", allow_module_level=True)
-with pytest.MonkeyPatch.context() as patch:  # as where pycosat, which has no wheels, could not be installed
-    patch.setattr(importlib.util, "find_spec", lambda name: None if name == "pycosat" else find_spec(name))
-    gym = reasoning_gym().factory
 
 
 @dataclass
@@ -40,22 +37,30 @@ class EchoConfig:
         assert self.words > 1, "words must be more than one"
 
 
-class Echo(gym.ProceduralDataset):
-    """Say the first of two words. A checker that counts a question's second word half right, and any case."""
+@pytest.fixture(scope="module", autouse=True)
+def echo() -> None:
+    """A task that a tiny model learns. What imports the package takes seconds, which collecting need not wait for."""
+    with pytest.MonkeyPatch.context() as patch:  # as where pycosat, which has no wheels, could not be installed
+        patch.setattr(importlib.util, "find_spec", lambda name: None if name == "pycosat" else find_spec(name))
+        gym = reasoning_gym().factory
 
-    def __init__(self, config: EchoConfig):
-        super().__init__(config=config, seed=config.seed, size=config.size)
+    class Echo(gym.ProceduralDataset):
+        """Say the first of two words. A checker that counts a question's second word half right, and any case."""
 
-    def __getitem__(self, idx: int) -> dict:
-        first, second = Random(self.seed + idx).sample(WORDS[: self.config.words], 2)
-        return {"question": f"{first} {second}", "answer": first, "metadata": {"source_dataset": "echo"}}
+        def __init__(self, config: EchoConfig):
+            super().__init__(config=config, seed=config.seed, size=config.size)
 
-    def score_answer(self, answer, entry) -> float:
-        first, second = entry["question"].split()
-        return 1.0 if answer.lower() == first else 0.5 if answer == second else 0.0
+        def __getitem__(self, idx: int) -> dict:
+            first, second = Random(self.seed + idx).sample(WORDS[: self.config.words], 2)
+            return {"question": f"{first} {second}", "answer": first, "metadata": {"source_dataset": "echo"}}
+
+        def score_answer(self, answer, entry) -> float:
+            first, second = entry["question"].split()
+            return 1.0 if answer.lower() == first else 0.5 if answer == second else 0.0
+
+    gym.DATASETS.setdefault("echo", (Echo, EchoConfig))
 
 
-gym.DATASETS.setdefault("echo", (Echo, EchoConfig))
 ECHO = {"dataset_name": "reasoning_gym:echo", "max_eval_rows": 24, "per_device_eval_batch_size": 7, "max_new_tokens": 3,
         "holdout_fraction": None}  # fmt: skip
 
@@ -97,10 +102,11 @@ def test_no_seed_trains_on_a_question_that_is_held_out():
 
 def test_exact_match_is_measured_by_the_checker_in_runs_and_eval(folder, capsys, monkeypatch):
     """The best checkpoint is chosen by it, the report and the table have it, and `eval` measures the same."""
+    monkeypatch.setattr("liger_trainer.run.reports.html.draw", lambda runs, labels: [])
     (folder / "run.yaml").write_text(task(
-        max_steps=90, learning_rate=2e-2, per_device_train_batch_size=32, lr_scheduler_type="cosine",
-        eval_strategy="steps", save_strategy="steps", eval_steps=45, save_steps=45, load_best_model_at_end=True,
-        metric_for_best_model="exact_match", save_total_limit=1,
+        task_config={"size": 200}, max_steps=90, learning_rate=2e-2, per_device_train_batch_size=32,
+        lr_scheduler_type="cosine", eval_strategy="steps", save_strategy="steps", eval_steps=45, save_steps=45,
+        load_best_model_at_end=True, metric_for_best_model="exact_match", save_total_limit=1,
     ))  # fmt: skip
     out, _ = done(call(capsys, "run", "run.yaml"))
     found = metrics(folder / "out")
@@ -208,7 +214,7 @@ def test_the_teacher_and_its_student_train_from_their_configurations(folder, cap
     """`smollm2/sft_task` and `smollm2/distill_task` at a tiny size, with the models of one in the other."""
     without_report(monkeypatch)
     small = ["max_steps=2", "per_device_train_batch_size=2", "max_eval_rows=6", "num_sample_completions=0",
-             "use_cpu=true"]  # fmt: skip
+             "use_cpu=true", "task_config={min_terms: 2, max_terms: 2, max_digits: 2, size: 30}"]  # fmt: skip
     done(call(capsys, "run", "smollm2/sft_task", "model_name_or_path=student", *small))
     out, _ = done(call(capsys, "run", "smollm2/distill_task", "keep_layers=[0,2]", *small))
     assert Path("outputs/smollm2/distill_task/metrics.json").is_file()
@@ -250,6 +256,7 @@ def test_the_notebook_s_commands_run(tmp_path, capsys, monkeypatch):
             exec(SMALL, names)
             assert given.keys() - names.keys() == set(), "SMALL has all parameters"
             continue
+        source = source.replace("range(1000)", "range(50)")  # rows of its own
         exec(re.sub(r"^!(.*)$", lambda found: f"shell(f{found[1]!r})", source, flags=re.M), names)
 
     table = printed["eval teacher"]
