@@ -51,8 +51,8 @@ def load(name: str) -> Any:
 
 
 def measure_task(trainer: Any, config: Any, data: Any) -> None:
-    """Have a trainer's evaluations score answers where its rows are those of a task with a checker."""
-    if (config["dataset_name"] or "").startswith(TASK):
+    """Have a trainer's evaluations count right answers: of a task with a checker, or by `exact_match`."""
+    if config["exact_match"] or (config["dataset_name"] or "").startswith(TASK):
         load(TASK).measure_with(trainer, config, data)
 
 

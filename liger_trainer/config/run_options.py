@@ -74,6 +74,11 @@ class RunOptions:
         "Of a dataset_name that begins with reasoning_gym: the settings of the task, by that package's names: its "
         "difficulty, seed (0) and size (5,000 training rows).",
     )
+    exact_match: bool = option(
+        False,
+        "Have the student answer the held-out prompts in each evaluation, greedily, and measure the share of answers "
+        "that are the row's own. Tasks of reasoning_gym have checkers, and are always measured.",
+    )
     max_eval_rows: int | None = option(None, "Evaluate on the first so many held-out rows instead of all.", ge=1)
     bad_rows: str = option(
         "error",
@@ -87,7 +92,7 @@ class RunOptions:
     num_sample_completions: int = option(
         3, "Held-out prompts completed greedily by the teacher and by the student before and after training.", ge=0
     )
-    max_new_tokens: int = option(64, "Longest sample completion, in tokens.", ge=1)
+    max_new_tokens: int = option(64, "Longest sample completion, and longest answer of exact_match, in tokens.", ge=1)
     overwrite_output_dir: bool = option(
         False, "Allow an output_dir that holds an earlier run: its results and checkpoints are removed."
     )

@@ -5,12 +5,14 @@ answers the held-out questions greedily, and the task's own `score_answer` says 
 
 A fifth of all questions, chosen by their hash, is held out, whatever the seed: reasoning-gym makes row i from the
 number seed + i, so the rows of two near seeds are mostly the same ones.
+
+Rows of another dataset are scored by `exact_match: true`: an answer is right where it is the row's own.
 """
 
 import difflib
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from types import ModuleType
@@ -20,6 +22,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from ..common.files import sha256
+from ..errors import DataError
 from ..plugins import TASK
 from ..run.samples import held_out_prompts, texts_of
 from ..trainers.decoder import Decoder
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
     from ..config.run_config import RunConfig
     from ..run.data.datasets import RunData
+    from ..run.samples import Prompt
 
 INSTALL = "pip install reasoning-gym"
 TRAINING_ROWS, HELD_OUT_ROWS = 5000, 256  # where neither task_config nor max_eval_rows says
@@ -204,21 +208,36 @@ def _dataset(entries: Sequence[Entry]) -> "Dataset":
 class ExactMatch(TrainerCallback):
     """Adds to each evaluation of a trainer the share of held-out questions that the student answers right.
 
-    An answer is right where `score_answer` gives it 1. `exact_match/<task>` is the share of each task of a `composite`,
-    `teacher_exact_match` that of the teacher, where it is one model of this process that reads the student's tokens.
+    Of a task an answer is right where `score_answer` gives it 1, of other rows where it is the row's own, but for white
+    space at both ends. What precedes `</think>` is no part of an answer. `exact_match/<task>` is the share of each task
+    of a `composite`, `teacher_exact_match` that of the teacher, where it is one model of this process that reads the
+    student's tokens.
 
     Args:
         data: the rows of the run; the held-out ones are asked.
+
+    Raises:
+        ConfigError: questions or answers are longer than the settings allow, so that none can be right.
+        DataError: rows have no answer.
     """
 
     def __init__(self, trainer: Any, config: "RunConfig", data: "RunData"):
         self.trainer, self.decoder = trainer, Decoder(autocast=trainer.accelerator.autocast)
-        self.task, asked = held_out(config)
-        entries = {entry["question"]: entry for entry in asked}
         self.most, self.at_once = config["max_new_tokens"], config["per_device_eval_batch_size"]
         self.prompts = held_out_prompts(config, data, trainer.processing_class, len(data.test))
-        self.entries = [entries[messages[-1]["content"]] for messages in data.test["prompt"]]
+        _check_lengths(config, self.prompts, trainer.processing_class)
+        self.names = [""] * len(self.prompts)  # of the task of each question
+        self.is_right: Callable[[int, str], bool] = self._is_the_row_s
+        if (config["dataset_name"] or "").startswith(TASK):
+            task, asked = held_out(config)
+            by_question = {entry["question"]: entry for entry in asked}
+            entries = [by_question[messages[-1]["content"]] for messages in data.test["prompt"]]
+            self.names = [entry["metadata"].get("source_dataset") for entry in entries]
+            self.is_right = lambda i, text: float(task.score_answer(answer=text, entry=entries[i])) >= 1
         self._of_teacher: dict[str, float] | None = None
+
+    def _is_the_row_s(self, i: int, text: str) -> bool:
+        return text == _answer(self.prompts[i].reference or "")
 
     def on_evaluate(self, args, state, control, *, metrics: dict[str, float], **kwargs):
         found = self.measure(self.trainer.accelerator.unwrap_model(self.trainer.model))
@@ -238,17 +257,14 @@ class ExactMatch(TrainerCallback):
         prompts = [self.prompts[i] for i in own or [0]]
         tokenizer = self.trainer.processing_class
         texts = texts_of(model, tokenizer, prompts, self.most, self.decoder, self.at_once)
-        scored = {i: self._is_right(text, self.entries[i]) for i, text in zip(own, texts, strict=False)}
+        scored = {i: self.is_right(i, _answer(text)) for i, text in zip(own, texts, strict=False)}
         scores = {i: right for each in gather_object([scored]) for i, right in each.items()}
         parts = defaultdict(list)
         for i, right in scores.items():
             parts[EXACT_MATCH].append(right)
-            parts[f"{EXACT_MATCH}/{self.entries[i]['metadata'].get('source_dataset')}"].append(right)
+            parts[f"{EXACT_MATCH}/{self.names[i]}"].append(right)
         shares = {name: sum(each) / len(each) for name, each in parts.items()}
         return shares if len(shares) > 2 else {EXACT_MATCH: shares[EXACT_MATCH]}
-
-    def _is_right(self, text: str, entry: Entry) -> bool:
-        return float(self.task.score_answer(answer=text, entry=entry)) >= 1
 
     def _measured_teacher(self) -> dict[str, float]:
         teaching = getattr(self.trainer, "teaching", None)
@@ -259,6 +275,27 @@ class ExactMatch(TrainerCallback):
                 return {}
             (teacher,) = models.values()
             return {f"teacher_{name}": share for name, share in self.measure(teacher).items()}
+
+
+def _answer(text: str) -> str:
+    """Return what a text answers once it has thought."""
+    return text.rpartition("</think>")[2].strip()
+
+
+def _check_lengths(config: "RunConfig", prompts: Sequence["Prompt"], tokenizer: Any) -> None:
+    """Refuse held-out rows that have no answer, and those whose answer or question the settings would cut."""
+    unanswered = sum(not (prompt.reference or "").strip() for prompt in prompts)
+    if unanswered:
+        raise DataError(f"exact_match: {unanswered} of {len(prompts)} held-out rows have no answer to compare with.")
+    lengths = [len(tokenizer(prompt.reference, add_special_tokens=False)["input_ids"]) for prompt in prompts]
+    most, longest = config["max_new_tokens"], max(lengths)
+    if longest > most:
+        cut = f"{sum(n > most for n in lengths)} of {len(prompts)} held-out answers are longer than {most} tokens"
+        raise config.error("max_new_tokens", f"{cut}, so that none of them can be right; set it to {longest} or more.")
+    limit = config["max_length"]
+    cut = sum(len(prompt.input_ids) + n > limit for prompt, n in zip(prompts, lengths, strict=True)) if limit else 0
+    if cut:
+        raise config.error("max_length", f"{limit} tokens cut {cut} of {len(prompts)} held-out rows; set it higher.")
 
 
 def measure_with(trainer: Any, config: "RunConfig", data: "RunData") -> None:

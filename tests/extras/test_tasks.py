@@ -145,6 +145,66 @@ def test_each_task_of_a_composite_has_its_share(folder, capsys, monkeypatch):
     assert "exact_match/chain_sum" in out and "exact_match/echo" in out
 
 
+def own_rows(folder, answer=lambda words: "w5") -> None:
+    """Rows of the user's own, with an answer to each prompt; 12 of the 60 are held out."""
+    draw = Random(0)
+    asked = [draw.sample(WORDS, 3) for _ in range(60)]
+    chats = [[{"role": "user", "content": " ".join(w)}, {"role": "assistant", "content": answer(w)}] for w in asked]
+    rows = ({"prompt": chat[:1], "completion": chat[1:]} for chat in chats)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_rows_of_one_s_own_are_compared_with_their_answers(folder, capsys, monkeypatch):
+    without_report(monkeypatch)
+    own_rows(folder)
+    (folder / "run.yaml").write_text(settings(
+        dataset_name="rows.jsonl", exact_match=True, max_steps=30, learning_rate=2e-2, per_device_train_batch_size=16,
+        lr_scheduler_type="cosine", max_new_tokens=3, max_length=32, holdout_fraction=0.2,
+    ))  # fmt: skip
+    out, _ = done(call(capsys, "run", "run.yaml"))
+    found = metrics(folder / "out")
+    assert found["before"]["exact_match"] == 0 and found["after"]["exact_match"] == 1
+    assert "exact match from 0.000 to 1.000" in " ".join(out.split())
+    own_rows(folder, answer=lambda words: "w5" if words[0] in WORDS[::2] else words[0])
+    out, _ = done(call(capsys, "eval", "out", "--json"))
+    share = json.loads(out)["evaluations"][0]["metrics"]["exact_match"]
+    assert 0 < share < 1 and (share * 12) % 1 == pytest.approx(0)
+
+
+@pytest.mark.parametrize("given", ["w1 w2", " w1 w2 \n", "<think>\nw3\n</think>\n\nw1 w2"])
+def test_an_answer_is_right_but_for_white_space_and_thoughts(given, folder, monkeypatch):
+    own_rows(folder, answer=lambda words: "w1 w2")
+    (folder / "run.yaml").write_text(settings(dataset_name="rows.jsonl", exact_match=True))
+    config = load_run_config("run.yaml", [])
+    trainer = SimpleNamespace(
+        processing_class=tiny_tokenizer(),
+        accelerator=SimpleNamespace(autocast=nullcontext, process_index=0, num_processes=1),
+    )
+    match = tasks.ExactMatch(trainer, config, load_run_datasets(config))
+    texts = [given, *["w1", "w1 w2 w3", "w1  w2", ""] * len(match.prompts)][: len(match.prompts)]
+    monkeypatch.setattr(tasks, "texts_of", lambda *_: texts)
+    monkeypatch.setattr(tasks, "gather_object", lambda own: own)
+    assert match.measure(None) == {"exact_match": 1 / len(match.prompts)}
+
+
+def test_exact_match_that_cannot_be_measured_is_refused(folder, capsys):
+    def says(code: int, *words: str, **changes) -> None:
+        given = {"dataset_name": "rows.jsonl", "exact_match": True, **changes}
+        (folder / "run.yaml").write_text(settings(**given))
+        refused(call(capsys, "run", "run.yaml"), code, *words)
+
+    own_rows(folder, answer=lambda words: " ".join(words * 2))
+    says(
+        2, "max_new_tokens: 12 of 12 held-out answers are longer than 5 tokens", "set it to 6 or more", max_new_tokens=5
+    )
+    says(2, "max_length: 9 tokens cut 12 of 12 held-out rows; set it higher", max_length=9, max_new_tokens=8)
+    own_rows(folder, answer=lambda words: "")
+    says(4, "exact_match: 12 of 12 held-out rows have no answer to compare with")
+    (folder / "rows.jsonl").write_text('{"text": "w1 w2"}\n' * 9)
+    says(2, "exact_match: needs chats, or prompts and completions, of text; the rows have text")
+    says(2, "exact_match: has no effect: a task's own checker always counts", dataset_name="reasoning_gym:echo")
+
+
 def lack(monkeypatch, package: str) -> None:
     """Have a package not be installed."""
     imported = builtins.__import__
@@ -261,7 +321,7 @@ def test_the_notebook_s_commands_run(tmp_path, capsys, monkeypatch):
 
     table = printed["eval teacher"]
     assert all(word in table for word in ("exact match", "teacher", "student", "tuned", "second"))
-    assert "perplexity" in printed["eval own_student"] and "exact match" not in printed["eval own_student"]
+    assert "exact match" in printed["eval own_student"]
     assert printed["chat student"].strip() and Path("compared.html").is_file()
     layers = {name: json.loads(Path(name, "config.json").read_text())["num_hidden_layers"]
               for name in ("teacher", "student", "tuned", "second", "own_teacher", "own_student")}  # fmt: skip

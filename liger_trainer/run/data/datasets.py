@@ -247,6 +247,9 @@ def _check_mask_options(config: "RunConfig", train: "Dataset", form: str) -> Non
         raise config.error("lmbda", f"the rows have prompts and no completions; {advice}.")
     if config["completion_only_loss"] and form not in ("prompt-completion", "alpaca", "input_ids"):
         raise config.error("completion_only_loss", f"needs prompt and completion columns; the rows have {form}.")
+    if config["exact_match"] and (form in ("prompt", "text", "input_ids") or image_column(train.column_names)):
+        have = "images" if image_column(train.column_names) else form
+        raise config.error("exact_match", f"needs chats, or prompts and completions, of text; the rows have {have}.")
     chat = form in CHAT_FORMS or isinstance(train[0].get("prompt"), list)
     masks = ("assistant_only_loss", "supervised_part", "last_turn_only")
     whole_rows = form == "text" or (form in CHAT_FORMS and not any(config[key] for key in masks))

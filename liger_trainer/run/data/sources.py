@@ -296,6 +296,8 @@ def load_source(config: "RunConfig", bad: BadRows) -> LoadedDataset:
     if name.startswith(DEMO):
         return _load_demo(config)
     if name.startswith(TASK):
+        if config["exact_match"]:
+            raise config.error("exact_match", "has no effect: a task's own checker always counts; leave it out.")
         rows = plugins.load(TASK).load_task(config)
         return LoadedDataset({"train": rows.train, "test": rows.test}, _row_of, rows.licence, rows.held_out)
     if path.is_file():
