@@ -43,6 +43,7 @@ from .student import (
     check_no_prefix,
     check_prefixes_kept,
     check_savable,
+    check_trains,
     patch_student,
     patched_sft_module,
     pop_liger_options,
@@ -423,6 +424,7 @@ class LigerTrainer(SFTTrainer):
         or teacher is refused with a ConfigError that says what differs; with `force_resume` it is only a warning. While
         it trains, and saves checkpoints, no other process may train in `output_dir`.
         """
+        check_trains(self.model)
         lock = self.folder_locked(trial) if self.args.save_strategy != "no" else nullcontext()
         with lock, reduce_host_work(self), tower_without_gradients(self.model), public_report(self.args):
             checkpoint = self.checkpoint_guard.choose(resume_from_checkpoint)

@@ -144,6 +144,19 @@ def check_not_compiled(model: Any) -> None:
         )
 
 
+def check_trains(model: Any) -> None:
+    """Raise ConfigError for a model of which nothing is trained, whose first backward would fail."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        how = (
+            "load its adapters by PeftModel.from_pretrained(..., is_trainable=True), and do not merge them"
+            if hasattr(model, "peft_config")
+            else "call model.requires_grad_(True), which merge_and_unload() leaves to you, or give a peft_config"
+        )
+        raise ConfigError(
+            f"model: expected weights to train, but every one of {type(model).__name__} is frozen; {how}."
+        )
+
+
 def check_savable(model: Any, processing_class: Any) -> None:
     """Raise ConfigError where transformers would refuse, when training is over, to save the generation config.
 

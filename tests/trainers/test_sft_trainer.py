@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from tiny import VOCAB, WORDS, completions, double_copy, texts, tiny_model, tiny_tokenizer, train_args
 from trainings import logged, sft, trained
 from transformers import Trainer
@@ -354,3 +354,13 @@ def test_rows_beyond_the_positions_of_a_table_are_refused(case):
     sft(model, rows, max_length=24, max_steps=1).train()
     if case == "whole":  # a model that computes its positions has no such limit
         sft(tiny_model(max_position_embeddings=24), rows, max_length=64, max_steps=1).train()
+
+
+@pytest.mark.parametrize("adapters", [True, False])
+def test_a_model_of_which_nothing_is_trained_is_refused(adapters):
+    model: Any = tiny_model()
+    if adapters:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    trainer = sft(model.requires_grad_(False))
+    with pytest.raises(ConfigError, match="is_trainable=True" if adapters else "every one of LlamaForCausalLM is froz"):
+        trainer.train()
