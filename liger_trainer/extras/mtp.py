@@ -38,13 +38,13 @@ _MIXERS = ("full_attention", "attention")
 
 
 class MtpHead(nn.Module):
-    """The head, by the names that Qwen3.5's files give its weights, below `mtp.`.
+    """The head, by the names that Qwen3.5's files give its weights, below `mtp.`; `load` reads them.
 
     Args:
-        model: a causal LM, whose decoder layer, norm and, from its files, head are copied.
+        model: a causal LM, whose decoder layer and norm are copied.
 
     Raises:
-        ConfigError: the model's files have no such head, or one of another form.
+        ConfigError: the model has no such norm.
     """
 
     def __init__(self, model: Any):
@@ -66,14 +66,18 @@ class MtpHead(nn.Module):
         self.fc = nn.utils.skip_init(
             nn.Linear, 2 * width, width, bias=False, dtype=weight.dtype, device=str(weight.device)
         )
-        self._load(model)
         self.train(model.training)
         self._pass: MtpPass | None = None
         # Registered once: CUDA graphs look at the model again where hooks come and go.
         blocks[0].register_forward_pre_hook(self._note_embeddings, with_kwargs=True)
         block.register_forward_pre_hook(self._note_arguments, with_kwargs=True)
 
-    def _load(self, model: Any) -> None:
+    def load(self, model: Any) -> None:
+        """Take the weights from the model's files.
+
+        Raises:
+            ConfigError: they have no such head, or one of another form.
+        """
         try:
             stored = {name.removeprefix(f"{MTP}."): tensor for name, tensor in head_in_files(model).items()}
         except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -185,7 +189,9 @@ class MtpPlugin(TrainerPlugin):
             _check(trainer)
             model = base_of(trainer.model)
             if not hasattr(model, MTP):
-                setattr(model, MTP, MtpHead(model))
+                head = MtpHead(model)
+                head.load(model)
+                setattr(model, MTP, head)
 
     def check(self, trainer: TrainerHost) -> None:
         """Have the head trained or left alone, whichever trainer of the model came last."""

@@ -10,6 +10,8 @@ import torch
 import transformers
 import yaml
 from commands import call, write_rows
+from mtp_heads import ATTENTION
+from mtp_heads import SIZES as HEAD_SIZES
 from peft import LoraConfig, get_peft_model
 from recorders import calls_of
 from tiny import FAMILIES, SIZES, VOCAB, tiny_model, tiny_tokenizer
@@ -93,6 +95,22 @@ def test_parts_of_full_training_are_what_is_known_of_them():
     assert memory.trained_bytes == 4 * memory.parameters == 4 * memory.trainable
     assert parts(memory, "loss")["autocast copies"] == parts(memory, "loss")["gradients"] == 0
     assert parts(simulate(step(accumulation=4)), "loss")["gradients"] == size  # beside the activations
+
+
+def test_a_trained_head_for_multi_token_prediction_is_counted():
+    sizes = {**HEAD_SIZES, "layer_types": ATTENTION, "num_hidden_layers": len(ATTENTION)}
+    config: Any = transformers.AutoConfig.for_model("qwen3_5_text", **sizes)
+    spec = step(student=ModelSpec(config, torch.float32))
+    plain, memory = simulate(spec), simulate(dataclasses.replace(spec, mtp_weight=0.1))
+    width = config.hidden_size
+    head = sum(p.numel() for p in built(spec).model.layers[0].parameters()) + 3 * width + 2 * width**2
+    assert memory.parameters - plain.parameters == memory.trainable - plain.trainable == head
+    for part, bytes_each in {"student weights": 4, "gradients": 4, "optimizer state": 8}.items():
+        more = parts(memory, "optimizer")[part] - parts(plain, "optimizer")[part]
+        assert more == pytest.approx(bytes_each * head, rel=0.2), part  # in whole blocks, with step counts
+    states = spec.rows * spec.length * width * 4
+    backward = memory.peaks["backward"].bytes - plain.peaks["backward"].bytes
+    assert backward >= 16 * head + 10 * states  # and what the head's layer keeps, and the gradient of its hidden states
 
 
 def test_activations_grow_with_rows_and_with_layers():

@@ -38,6 +38,7 @@ from ...patching.patcher import NothingToPatch, Patched, PatchOptions, base_of
 from ...teachers.adapters_off import without_adapters
 from ...teachers.base import teacher_logits
 from ...trainers.options import ALWAYS, NEVER
+from ..mtp import MtpHead, MtpPass
 from ..qat import linear_layers
 from .memory_tracker import MemoryTracker, Peak
 from .stand_ins import (
@@ -110,6 +111,7 @@ class StepSpec:
     # keywords of `gradient_checkpointing_enable`; None without checkpointing
     checkpointing: dict[str, Any] | None = None
     max_grad_norm: float = 1.0
+    mtp_weight: float = 0.0  # of the head for multi-token prediction, which is trained beside the model; 0: it is not
 
     @property
     def labelled(self) -> int:
@@ -363,10 +365,12 @@ class _TrainerSteps:
         spec = self.spec
         ids = torch.zeros(spec.rows, spec.length, dtype=torch.int64)
         inputs = {"input_ids": ids, **({"attention_mask": torch.ones_like(ids)} if spec.masked else {})}
-        taught = self._taught(inputs)
+        how = self._taught(inputs)
+        if spec.mtp_weight:
+            how["mtp_pass"] = MtpPass(self.student.mtp, spec.mtp_weight, None)
         with _autocast(spec.autocast):
             outputs = self.student(
-                **inputs, **taught, labels=ids, use_cache=False, fused_lm_head=True, num_items_in_batch=1.0
+                **inputs, **how, labels=ids, use_cache=False, fused_lm_head=True, num_items_in_batch=1.0
             )
         return outputs.token_loss
 
@@ -432,6 +436,8 @@ def _student(spec: StepSpec) -> Any:
             model = get_peft_model(model, spec.peft)
             if spec.student.bits is not None:
                 _round_adapters(model)
+        if spec.mtp_weight:
+            model.mtp = MtpHead(model)
     # preserve_rng_state would read the state of the GPU, and there is none.
     if spec.checkpointing is not None:
         base_of(model).gradient_checkpointing_enable({**spec.checkpointing, "preserve_rng_state": False})

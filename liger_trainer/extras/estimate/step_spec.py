@@ -313,6 +313,7 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         autocast=autocast,
         checkpointing=(args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None,
         max_grad_norm=args.max_grad_norm,
+        mtp_weight=args.mtp_loss_weight,
     )
 
 
