@@ -4,17 +4,15 @@ norms that a backward computes again.
 A norm's output is read by the linear layers behind it, which keep it for their weights' gradients: in a decoder layer
 two tensors of the size of the hidden states. The norm keeps its input and its weight. So an op that would keep y keeps
 these two instead, which takes no memory, and runs the norm's forward once more in its backward: bit for bit the same y.
-Of rows of a frozen table, whose norm keeps nothing either, it keeps their numbers, and looks them up once more.
 
 Source    recomputation: Chen et al. 2016, arXiv:1604.06174; of norms: Korthikanti et al. 2022, arXiv:2205.05198
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ._triton import Launch, remembered, tl, triton, use_triton
@@ -189,9 +187,6 @@ def note_recomputable(
     Engines that shard parameters take their memory away between the passes, and give it back to one module after the
     other: in a group of processes the note has copies.
     """
-    made = _source_of(x)
-    if not y.requires_grad and made is not None and torch.is_grad_enabled():  # x is not kept, but made again too
-        setattr(y, _NAME, _source_behind(made, make, parameters, scaled, y._version))
     if y.requires_grad and x.is_contiguous():
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # small: a number a row or a column
@@ -201,46 +196,12 @@ def note_recomputable(
     return y
 
 
-def note_rows_of_a_table(y: Tensor, ids: Tensor, table: Tensor) -> Tensor:
-    """Note on y, the rows `ids` of a frozen table, that they can be looked up again, and return y.
-
-    Not in a group of processes, whose engines may take the table's memory away, nor of tensors of inference mode, which
-    a backward cannot have.
-    """
-    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if torch.is_grad_enabled() and not (grouped or ids.is_inference() or table.is_inference()):
-        setattr(y, _NAME, Source((ids, table), F.embedding, (y._version, ids._version)))
-    return y
-
-
-def _source_behind(
-    source: Source, make: Callable[..., Tensor], parameters: tuple[Tensor | None, ...],
-    scaled: Callable[..., Scaled] | None, version: int,
-) -> Source:  # fmt: skip
-    """Return what y = make(x, *parameters), of this version, is made of, where x is made of `source`."""
-    count, made = len(source.tensors), source.make
-
-    def behind(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *tensors: function(made(*tensors[:count]), *tensors[count:])
-
-    tensors = *source.tensors, *(None if p is None else p.detach() for p in parameters)
-    versions = version, *source.versions[1:]
-    return Source(tensors, behind(make), versions, None if scaled is None else behind(scaled))
-
-
 def saved_or_recomputed(x: Tensor, cast: Tensor) -> Source:
     """Return what to save for a backward that needs `cast`, which is x in the dtype that its op computes in."""
-    source = _source_of(x)
-    if source is None:
-        return Source((cast,), _itself)
-    return Source(source.tensors, functools.partial(_made, source.make, cast.dtype), scaled=source.scaled)
-
-
-def _source_of(x: Tensor) -> Source | None:
     source = getattr(x, _NAME, None)  # an attribute of the tensor: the op behind the norm sees nothing else of it
     if source is None or source.versions != (x._version, source.tensors[0]._version):  # written into since
-        return None
-    return source
+        return Source((cast,), _itself)
+    return Source(source.tensors, functools.partial(_made, source.make, cast.dtype), scaled=source.scaled)
 
 
 def _itself(x: Tensor) -> Tensor:

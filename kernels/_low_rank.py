@@ -34,7 +34,6 @@ from torch import Tensor
 
 from ._autograd import Scaled, Source, copy_all
 from ._dropout import LEVELS, Run, add_gradients, draw_seed, kept, runs_of, threshold_of, values_of_kept
-from ._side_by_side import ask_for_columns, free_behind, joined
 from ._triton import Launch, remembered, tl, triton, use_triton
 from ._tuning import SHAPES
 from ._workspace import SharedUnpack
@@ -531,12 +530,9 @@ def rank_gradients(
     return g, gradients
 
 
-Side = tuple[Tensor, Projection]  # dy (N, O), and the base that it is multiplied by
-
-
-def input_gradient(sides: Iterable[Side], numerics: Numerics, dx: Tensor | None = None) -> Tensor:
+def input_gradient(dys: Sequence[Tensor], stack: Stack, numerics: Numerics, dx: Tensor | None = None) -> Tensor:
     """Return the base layers' part of dx (N, K), the gradient of `project`'s input, added to `dx` if it is given."""
-    for dy, p in sides:
+    for dy, p in zip(dys, stack.projections, strict=True):
         with p.dense(numerics.compute) as w:
             # Adds in place: a sum of separate tensors would read and write dx twice more.
             dx = dy @ w if dx is None else dx.addmm_(dy, w)
@@ -545,63 +541,16 @@ def input_gradient(sides: Iterable[Side], numerics: Numerics, dx: Tensor | None 
     return dx
 
 
-def ask_for_sides(outputs: Sequence[Tensor], stack: Stack) -> None:
-    """Ask for gradients of `project`'s outputs that `sides_of` can join. The weights must lie side by side."""
-    first, *others = stack.projections
-    weight: Tensor | None = first.weight
-    for p in others:
-        weight = None if weight is None or p.unpack is not None else joined(weight, p.weight, 0)
-    if weight is not None and len(outputs) > 1 and first.unpack is None:
-        ask_for_columns(outputs, sum(y.shape[-1] for y in outputs[2:]) + sum(stack.ranks))
-
-
-def sides_of(dys: Sequence[Tensor], projections: Sequence[Projection]) -> list[Side]:
-    """Return dy and base of each projection; as one where they lie side by side in memory, or can be put there."""
-    sides: list[Side] = []
-    for dy, p in zip(dys, projections, strict=True):
-        both = _together(*sides[-1], dy, p) if sides else None
-        if both is None:
-            sides.append((dy, p))
-        else:
-            sides[-1] = both
-    return sides
-
-
-def _together(before: Tensor, base: Projection, dy: Tensor, p: Projection) -> Side | None:
-    """Return two sides as one, None if they are apart. If only dy is, it is copied to free columns."""
-    weight = joined(base.weight, p.weight, 0) if base.unpack is None and p.unpack is None else None
-    if weight is None:
-        return None
-    both = joined(before, dy, 1)
-    if both is None and (free := free_behind(before, dy.shape[1], 1)) is not None:
-        both = joined(before, free.copy_(dy), 1)
-    return None if both is None else (both, Projection(weight))
-
-
-def _with_a(sides: Sequence[Side], g: Tensor, a: Tensor) -> Side | None:
-    """Return the only side with g (N, R) as its last columns and A (R, K) as its last rows, None without room."""
-    (dy, base), *others = sides
-    rows = None if others or base.unpack is not None else free_behind(base.weight, len(a), 0)
-    if rows is None or free_behind(dy, g.shape[1], 1) is None:
-        return None
-    return _together(dy, base, g, Projection(rows.copy_(a)))
-
-
 def input_and_a_gradients(
     dys: Sequence[Tensor], g: Tensor | None, x: Tensor | Scaled | None, stack: Stack, masks: Masks, numerics: Numerics,
     need_x: bool,
 ) -> tuple[Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
     """Return (dx (N, K), if needed; dA of each adapter, unless x is None)."""
-    if not need_x:
-        return None, a_gradients(g, x, None, stack, masks, numerics)
-    sides, term, is_term_in = sides_of(dys, stack.projections), None, False
-    if g is not None and stack.a is not None and masks.seed is None and numerics.rank == numerics.compute:
-        if (one := _with_a(sides, g[:, 0], stack.a)) is not None:
-            sides, is_term_in = [one], True
-        elif _is_term_first(len(g) * stack.a.shape[1], numerics):
-            term, is_term_in = g[:, 0] @ stack.a, True
-    dx = input_gradient(sides, numerics, term)
-    return dx, a_gradients(g, x, None if is_term_in else dx, stack, masks, numerics)
+    term = None
+    if need_x and g is not None and stack.a is not None and masks.seed is None:
+        term = g[:, 0] @ stack.a if _is_term_first(len(g) * stack.a.shape[1], numerics) else None
+    dx = input_gradient(dys, stack, numerics, term) if need_x else None
+    return dx, a_gradients(g, x, dx if term is None else None, stack, masks, numerics)
 
 
 def a_gradients(

@@ -24,7 +24,6 @@ from ._low_rank import (
     Projection,
     adapters_of,
     as_matrix,
-    ask_for_sides,
     check_projection,
     input_and_a_gradients,
     input_of_a,
@@ -75,8 +74,6 @@ class LoraLinearFunction(torch.autograd.Function):
         source = saved_or_recomputed(x, x)  # not a copy in another dtype: other layers save the same one
         ctx.source, ctx.sources = source.without_tensors(), len(source.tensors)
         ctx.save_for_backward(*source.tensors, values, masks.seed, *tensors_of(projections))
-        if ctx.needs_input_grad[0]:
-            ask_for_sides(outputs, stack)
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
     @staticmethod

@@ -4,8 +4,7 @@
 
 Shapes    x: (..., K)  weight: (O_i, K)  bias: (O_i,)  A: (r, K)  B: (O_i, r)  y_i: (..., O_i)
 Method    Each is the layer of lora_linear.py. One product with the A of all of them reads x once; in the backward dx is
-          one tensor, to which each product adds its part, and one product makes all dA. Over weights that lie side by
-          side, dx is one product where the rotation behind gives dq and dk side by side: see _side_by_side.py.
+          one tensor, to which each product adds its part, and one product makes all dA.
 Numerics  see _low_rank.py
 Traffic   as lora_linear, with one read of x for all adapters, and no sum of the layers' dx
 Source    Hu et al. 2021, arXiv:2106.09685

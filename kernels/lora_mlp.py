@@ -152,7 +152,7 @@ def _through_down(
     """
     numerics = ctx.numerics
     g, dbs = rank_gradients([dy], values, down, needs[1::2], True, numerics)
-    dh = input_gradient([(dy, down.projections[0])], numerics)  # (N, I)
+    dh = input_gradient([dy], down, numerics)  # (N, I)
     # Another backward would read gate(x) and up(x) again, unless it makes them again itself.
     gradients = [torch.empty_like(y) for y in hidden] if graph_is_kept() and not ctx.remake else list(hidden)
     if terms is not None and g is not None:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ._autograd import check_dtypes, first_order, stats_dtype, vector
 from ._norm import multiprocessors, programs_for, sum_programs
-from ._side_by_side import columns_asked, gradients_side_by_side
 from ._triton import Launch, remembered, tl, triton, use_triton
 from ._tuning import SHAPES
 from .rope import (
@@ -326,16 +325,11 @@ def _backward_launch(
     )  # fmt: skip
 
 
-def _backward(
-    upstream, saved, needs: tuple[bool, ...], strides, columns: int | None, angles: Angles, norm: Norm
-) -> list[Tensor | None]:
+def _backward(upstream, saved, needs: tuple[bool, ...], strides, angles: Angles, norm: Norm) -> list[Tensor | None]:
     """Return gradients of q, k and both weights, None where not needed. upstream: two (B, H, S, D), None if unused."""
     q, k, q_weight, k_weight, cos, sin, rstd = saved
     dy = [None if x is None else dense_columns(x) for x in upstream]
-    if columns is not None and needs[0] and needs[1] and q.dtype == k.dtype:
-        dx: list[Tensor | None] = [*gradients_side_by_side(q, k, columns)]
-    else:
-        dx = [x.new_empty_strided(x.shape, strides[i]) if needs[i] else None for i, x in enumerate((q, k))]
+    dx = [x.new_empty_strided(x.shape, strides[i]) if needs[i] else None for i, x in enumerate((q, k))]
     widths = q_weight.shape[0] if needs[2] else 0, k_weight.shape[0] if needs[3] else 0
     some = [next(x for x in pair if x is not None) for pair in (dy, (*dx, q))]  # stand-ins for what isn't computed
     dy_q, dy_k = (some[0] if x is None else x for x in dy)
@@ -367,13 +361,12 @@ def _weight_gradients(
 class QKNormRopeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, q_weight, k_weight, cos, sin, angles, norm):
-        columns = columns_asked(q, k)
         q, k, (cos, sin) = dense_columns(q), dense_columns(k), same_strides(cos, sin)
         q_weight, k_weight = q_weight.contiguous(), k_weight.contiguous()
         q_out, k_out, rstd = _forward(q, k, q_weight, k_weight, cos, sin, angles, norm)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, rstd)
         # q's own strides may leave gaps in memory; its gradient gets those of the output, in the same order
-        ctx.strides, ctx.columns, ctx.angles, ctx.norm = (q_out.stride(), k_out.stride()), columns, angles, norm
+        ctx.strides, ctx.angles, ctx.norm = (q_out.stride(), k_out.stride()), angles, norm
         ctx.set_materialize_grads(False)  # an output without a gradient stays None, and its half is skipped
         outputs = q_out.transpose(1, 2), k_out.transpose(1, 2)
         needs = ctx.needs_input_grad
@@ -386,8 +379,7 @@ class QKNormRopeFunction(torch.autograd.Function):
         needs = tuple(needed and upstream[i % 2] is not None for i, needed in enumerate(ctx.needs_input_grad[:4]))
         gradients = [None] * 4
         if any(needs):
-            saved = ctx.saved_tensors
-            gradients = _backward(upstream, saved, needs, ctx.strides, ctx.columns, ctx.angles, ctx.norm)
+            gradients = _backward(upstream, ctx.saved_tensors, needs, ctx.strides, ctx.angles, ctx.norm)
         return *gradients, None, None, None, None
 
 
@@ -414,7 +406,7 @@ def qk_norm_rope(
 
     Returns:
         q (B, Hq, S, D) and k (B, Hk, S, D), the shapes that attention takes. Their memory, and the inputs'
-        gradients, is ordered like the inputs'; gradients of outputs of `lora_linears` may have gaps between rows.
+        gradients, is ordered like the inputs'.
 
     Raises:
         ValueError: if shapes don't fit.

@@ -6,8 +6,7 @@ Shapes    q: (B, Hq, S, D)  k: (B, Hk, S, D)  cos, sin: (B or 1, S, R), R <= D c
 Pairs     columns j and j + R/2 (Llama), or 2j and 2j + 1 if interleaved (Cohere, GLM, Llama 4)
 Method    a program rotates a tile of tokens x heads, whatever the strides. q and k are mostly views (B, H, S, D) of
           projections (B, S, H, D); outputs, forward and backward, have the memory layout of the inputs, so that the
-          projections' own backward reads whole lines. The backward is the same kernel, rotating back. Where the op of
-          the projections asks for it, both gradients lie side by side: see _side_by_side.py.
+          projections' own backward reads whole lines. The backward is the same kernel, rotating back.
 Numerics  fp32 inside, rounded once to the dtype of q or k. (transformers first rounds both products and the rotated
           half to that dtype.) Columns that pass through are exact. One copy of each cosine is read.
 Traffic   2 (Hq + Hk) D elements a token, in forward and in backward; cos and sin once; only these two are saved
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor
 
 from ._autograd import check_dtypes, first_order, stats_dtype
-from ._side_by_side import columns_asked, gradients_side_by_side
 from ._triton import Launch, remembered, tl, triton, use_triton
 from ._tuning import SHAPES
 
@@ -237,33 +235,16 @@ def dense_columns(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _new_gradients(
-    tensors: Sequence[Tensor | None], strides: Sequence[tuple[int, ...]], columns: int | None
-) -> list[Tensor | None]:
-    """Return memory (B, H, S, D) for the gradients of q and k, in the order of the inputs: nobody copies them.
-
-    columns: see `columns_asked`.
-    """
-    q, k = tensors
-    if columns is not None and q is not None and k is not None and q.dtype == k.dtype:
-        both = gradients_side_by_side(q.transpose(1, 2), k.transpose(1, 2), columns)
-        return [x.transpose(1, 2) for x in both]
-    return [
-        None if x is None else x.new_empty_strided(x.shape, stride) for x, stride in zip(tensors, strides, strict=True)
-    ]
-
-
 class RopeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, angles):
-        columns = columns_asked(q, k)
         q, k, (cos, sin) = dense_columns(q), dense_columns(k), same_strides(cos, sin)
         q_out, k_out = torch.empty_like(q), torch.empty_like(k)
         sides = [(x, out) for x, out in ((q, q_out), (k, k_out)) if x.shape[1]]
         if sides:
             _rotate_triton(sides, cos, sin, angles, 1.0)
         ctx.save_for_backward(cos, sin)
-        ctx.angles, ctx.strides, ctx.columns = angles, (q_out.stride(), k_out.stride()), columns
+        ctx.angles, ctx.strides = angles, (q_out.stride(), k_out.stride())
         ctx.set_materialize_grads(False)  # an output without a gradient stays None, and is not rotated back
         if not (ctx.needs_input_grad[0] and ctx.needs_input_grad[1]):
             # else autograd would expect a gradient of theirs
@@ -274,12 +255,15 @@ class RopeFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, *grad_outputs):
-        needed = [
-            dense_columns(x) if x is not None and x.shape[1] and needs else None
-            for x, needs in zip(grad_outputs, ctx.needs_input_grad, strict=False)
-        ]
-        grads = _new_gradients(needed, ctx.strides, ctx.columns)
-        sides = [(x, dx) for x, dx in zip(needed, grads, strict=True) if x is not None and dx is not None]
+        grads: list[Tensor | None] = [None, None]
+        sides = []
+        for i, upstream in enumerate(grad_outputs):
+            if upstream is not None and ctx.needs_input_grad[i] and upstream.shape[1]:
+                upstream = dense_columns(upstream)
+                # in the order of the input: nobody copies it
+                grad = upstream.new_empty_strided(upstream.shape, ctx.strides[i])
+                sides.append((upstream, grad))
+                grads[i] = grad
         if sides:
             cos, sin = ctx.saved_tensors
             _rotate_triton(sides, cos, sin, ctx.angles, -1.0)
@@ -307,8 +291,7 @@ def rope(
             cos[..., : R // 2] and this option.
 
     Returns:
-        q and k, rotated, in their own dtypes. On the GPU, they and the gradients have the memory layouts of q and k;
-        if these are outputs of `lora_linears`, the gradients may have gaps between rows.
+        q and k, rotated, in their own dtypes. On the GPU, they and the gradients have the memory layouts of q and k.
 
     Raises:
         ValueError: if shapes don't fit.

@@ -137,8 +137,7 @@ def test_what_the_forward_keeps_is_what_a_real_patched_model_saves(family, adapt
     config = model.config
     if adapted:
         model: Any = get_peft_model(model, LORA)
-    patch(base_of(model)).remake_mlps(remade)
-    known = {p.untyped_storage().data_ptr() for p in model.parameters()}  # now: patch moves frozen weights
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
 
     def pack(tensor):
@@ -148,6 +147,7 @@ def test_what_the_forward_keeps_is_what_a_real_patched_model_saves(family, adapt
         return tensor
 
     ids = torch.randint(0, VOCAB, (2, 64))
+    patch(base_of(model)).remake_mlps(remade)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     kept = []

@@ -8,7 +8,7 @@ from kernel_checks import PATHS
 
 from liger_trainer.kernels import layer_norm as layer_norm_module
 from liger_trainer.kernels import rms_norm as rms_norm_module
-from liger_trainer.kernels._autograd import note_recomputable, note_rows_of_a_table, saved_or_recomputed
+from liger_trainer.kernels._autograd import note_recomputable
 from liger_trainer.kernels._low_rank import Adapter, Projection
 from liger_trainer.kernels.gated_mlp import gated_mlp
 from liger_trainer.kernels.layer_norm import layer_norm
@@ -166,57 +166,6 @@ def test_an_input_without_contiguous_rows_is_not_kept_beside_its_copy():
     assert y.data_ptr() in kept and x.data_ptr() not in kept
 
 
-def first_layer(dtype, noted, between=lambda rows: rows):
-    """Return (gradients of adapters, addresses of what the op keeps, those of the norm's output and of its input)."""
-    ids, table, w = torch.tensor([3, 0, 7, 3, 1, 2]), seeded(9, H).to(dtype), seeded(H, seed=1).to(dtype)
-    rows, kept = torch.nn.functional.embedding(ids, table), []
-    rows = between(note_rows_of_a_table(rows, ids, table) if noted else rows)
-    y = rms_norm(rows, w, 1e-6, cast_before_weight=True)
-    parts = [projection(INNER, H, seed) for seed in (3, 4)]
-    parts = [Projection(p.weight.to(dtype), None, p.adapters) for p in parts]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.data_ptr()), t)[1], lambda t: t):
-        outputs = lora_linears(y, parts)
-    leaves = [leaf for p in parts for a in p.adapters for leaf in a[:2]]
-    gradients = torch.autograd.grad(sum(o.float().square().sum() for o in outputs), leaves)
-    return gradients, kept, y.data_ptr(), rows.data_ptr()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_rows_of_a_frozen_table_are_looked_up_again(dtype):
-    gradients, kept, *unkept = first_layer(dtype, True)
-    wanted, kept_without, y, _ = first_layer(dtype, False)
-    assert not {*kept} & {*unkept} and y in kept_without
-    assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
-
-
-def test_the_first_norm_as_rows_scales_and_factors():
-    """As dA takes it in bf16."""
-    ids, table, w = torch.tensor([3, 0, 7, 3, 1, 2]), seeded(9, H), seeded(H, seed=1)
-    y = rms_norm(note_rows_of_a_table(torch.nn.functional.embedding(ids, table), ids, table), w)
-    source = saved_or_recomputed(y, y)
-    rows, scale, factor = source.scaled(*source.tensors)
-    assert torch.equal(rows, table[ids])
-    torch.testing.assert_close(rows * scale[:, None] * factor, y)
-
-
-def test_rows_that_were_written_into_are_kept():
-    """As where images take the place of some."""
-    gradients, kept, y, _ = first_layer(torch.float32, True, lambda rows: rows.mul_(2))
-    wanted, *_ = first_layer(torch.float32, False, lambda rows: rows.mul_(2))
-    assert y in kept and all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
-
-
-@pytest.mark.parametrize("name", ["ids", "table"])
-def test_tensors_of_inference_mode_are_not_noted(name):
-    """Sampled ids may be such."""
-    given = {"ids": torch.arange(N), "table": seeded(9, H)}
-    with torch.inference_mode():
-        given[name] = given[name].clone()
-    y = rms_norm(note_rows_of_a_table(torch.nn.functional.embedding(given["ids"], given["table"]), **given), None)
-    outputs, leaves = low_rank(y)
-    assert all(g.isfinite().all() for g in torch.autograd.grad(sum(o.sum() for o in outputs), leaves))
-
-
 def test_nothing_is_noted_without_gradients():
     with torch.no_grad():
         assert not vars(rms_norm(seeded(N, H).requires_grad_(), None))
@@ -233,6 +182,5 @@ def test_parameters_that_an_engine_takes_away_between_the_passes(tmp_path):
             trained(y)
         (copy,) = [t for t in kept if t.shape == (H,)]
         assert torch.equal(copy, w) and copy.data_ptr() != w.data_ptr()
-        assert not vars(note_rows_of_a_table(seeded(N, H), torch.arange(N), seeded(N, H)))  # whose copy would be large
     finally:
         torch.distributed.destroy_process_group()

@@ -14,12 +14,10 @@ import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from quick_cases import by_turns
 from recorders import calls_of
-from safetensors.torch import load_file, save_file
-from steps import adapted, assert_same_outcome, assert_same_step, lora, step
+from steps import adapted, assert_same_outcome, assert_same_step, step
 from tiny import FAMILIES, assert_same_gradients, masked_batch, named_gradients, tiny_model
 from torch import nn
 
-from liger_trainer.compat.torch_internals import shares_memory
 from liger_trainer.kernels import _low_rank
 from liger_trainer.kernels._dropout import LEVELS, kept
 from liger_trainer.patching.layers import lora as patch_lora
@@ -243,84 +241,6 @@ def test_layers_of_one_input_are_one_op(calls, targets, other_input, want):
             getattr(attention_of(each), other_input).register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
     assert_same_step(model, plain)
     assert sizes(calls) == want
-
-
-def weights_of(model: Any) -> list[torch.Tensor]:
-    attention = attention_of(model)
-    return [getattr(attention, f"{name}_proj").base_layer.weight for name in "qkv"]
-
-
-def test_frozen_weights_of_one_input_lie_side_by_side(kernels, tmp_path):
-    """They are the parameters that they were, with the same numbers, in every way to write, copy and merge them."""
-    plain, model = (adapted(tiny_model()) for _ in range(2))
-    before = weights_of(model)
-    patched = patch(model)
-    weights = weights_of(model)
-    assert all(a is b for a, b in zip(weights, before, strict=True))
-    assert _low_rank.joined(weights[0], weights[1], 0) is not None and shares_memory(weights[0], weights[2])
-    assert_same_step(model, plain)
-
-    for each, name in ((plain, "plain"), (model, "model")):
-        each.base_model.model.save_pretrained(tmp_path / name)
-        save_file(each.state_dict(), tmp_path / f"{name}.safetensors")
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    want = load_file(tmp_path / "plain.safetensors")
-    for got in (load_file(tmp_path / "model.safetensors"), torch.load(tmp_path / "model.pt")):
-        assert got.keys() == want.keys() and all(torch.equal(got[name], x) for name, x in want.items())
-    written = [load_file(tmp_path / name / "model.safetensors") for name in ("plain", "model")]
-    assert written[0].keys() == written[1].keys() and all(torch.equal(written[1][k], x) for k, x in written[0].items())
-
-    model.load_state_dict(want)
-    for changed in (copy.deepcopy(model), model.double().float(), model):  # copied and moved weights lie apart
-        assert_same_step(changed, plain)
-    assert not shares_memory(*weights_of(model)[:2])
-    patched.undo()
-    merged = [each.merge_and_unload().state_dict() for each in (model, plain)]
-    assert all(torch.equal(merged[0][name], x) for name, x in merged[1].items())
-
-
-@pytest.mark.parametrize("case", ["frozen", "trained", "hooked", "no adapters of ours"])
-def test_rows_of_the_embedding_are_not_kept_for_the_first_layer(kernels, monkeypatch, case):
-    """They are looked up again where they are constants, and gradients are the same."""
-    plain, model = (adapted(tiny_model()) for _ in range(2))
-    noted = calls_of(monkeypatch, patch_lora, "note_rows_of_a_table")
-    for each in (plain, model):
-        embedding = each.get_input_embeddings()
-        embedding.weight.requires_grad_(case == "trained")
-        if case == "hooked":
-            embedding.register_forward_hook(lambda module, inputs, rows: rows * 2)
-    patched = patch(model, {"lora": case != "no adapters of ours"})
-    assert_same_step(model, plain)
-    assert len(noted) == (case == "frozen")
-    patched.undo()
-    assert "forward" not in vars(model.get_input_embeddings())
-
-
-def test_a_weight_that_is_merged_or_trained_beside_others(kernels):
-    """Its neighbours in memory keep their numbers, and adapters added later find the room of those before."""
-    plain, model = (adapted(tiny_model()) for _ in range(2))
-    patch(model)
-    for each in (plain, model):
-        attention_of(each).k_proj.merge()
-        attention_of(each).k_proj.unmerge()
-        each.add_adapter("other", lora(r=5))
-        torch.manual_seed(3)
-        for name, p in each.named_parameters():
-            if "other" in name:
-                nn.init.normal_(p, std=0.1)
-        each.set_adapter("other")
-    assert shares_memory(*weights_of(model)[:2])
-    assert_same_step(model, plain)
-
-
-def test_tied_weights_stay_where_they_are(kernels):
-    """Whoever ties them relies on their memory."""
-    model = adapted(tiny_model())
-    q, k, v = weights_of(model)
-    tied = torch.zeros(2, *k.shape)
-    k.data, v.data = tied
-    patch(model)
-    assert shares_memory(k, v) and not shares_memory(q, k)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -28,12 +28,11 @@ from ...kernels.four_bits import NESTED_BLOCK, NF4_BLOCK, NestedScales, unpack_n
 from ...kernels.lora_linear import lora_linear, lora_linear_reference
 from ...kernels.lora_linears import lora_linears
 from ...kernels.lora_mlp import lora_mlp
-from ...kernels.runtime import use_triton
-from ...kernels.types import Adapter, Projection, SharedUnpack, Workspace, laid_side_by_side, note_rows_of_a_table
+from ...kernels.types import Adapter, Projection, SharedUnpack, Workspace
 from ...losses.model_parts import output_module
 from .. import structure
 from ..options import PatchOptions, PatchReport
-from .linears import GROUP, SharedInput, has_plain_weight, is_plain, is_weight_and_bias, layers_of_one_input
+from .linears import GROUP, SharedInput, is_plain, is_weight_and_bias, layers_of_one_input
 
 WORKSPACE = "_liger_trainer_workspace"  # the attribute of a layer whose 4-bit weight is unpacked into shared memory
 
@@ -66,19 +65,8 @@ def patch_lora(model: nn.Module, options: PatchOptions, replacements: Replacemen
             report.leave(
                 f"LoRA on {name.removesuffix('.base_layer').rpartition('.')[2]}", f"PEFT's forward runs: {refused}"
             )
-    ours = any(_is_ours(module) for _, module in layers)
     for module in model.modules():
         _share_inputs(module, replacements)
-        if ours and type(module) is nn.Embedding and module not in replacements and not is_called(module):
-            replacements.forward(module, _noted_rows)
-
-
-def _noted_rows(module: Any, input: Tensor) -> Tensor:  # noqa: A002  its name in nn.Embedding
-    """Look rows up, and note it if they are constants: the first layer's A need them, normed, in the backward."""
-    rows = type(module).forward(module, input)
-    if torch.compiler.is_compiling() or rows.requires_grad or module.max_norm is not None:
-        return rows
-    return note_rows_of_a_table(rows, input, module.weight)
 
 
 def _share_inputs(module: nn.Module, replacements: Replacements) -> None:
@@ -90,30 +78,6 @@ def _share_inputs(module: nn.Module, replacements: Replacements) -> None:
         group = SharedInput(layers)
         for layer in layers:
             replacements.set(layer, GROUP, group)
-        if len(layers) > 2:  # gate and up, which are two, have an op of their own
-            _lay_side_by_side(layers)
-
-
-def _lay_side_by_side(layers: Sequence[Any]) -> None:
-    """Move frozen weights that multiply one input into one memory, with rows for A: dx is one product then.
-
-    Each is still the parameter that it was. Whoever moves one, or puts another in its place, has weights that lie
-    apart again, and a product for each.
-    """
-    bases = [layer.base_layer for layer in layers]
-    weights = [base.weight for base in bases if has_plain_weight(base) and not base.weight.requires_grad]
-    first = weights[0] if len(weights) == len(layers) else None
-    if first is None or first.dim() != 2 or first.is_meta or not use_triton(first):
-        return
-    kinds = {(w.dtype, w.device, w.shape[1:], w.is_contiguous()) for w in weights}
-    # a weight that shares its memory already, as tied ones do, stays where it is
-    if len(kinds) > 1 or not first.is_contiguous() or any(w.untyped_storage().nbytes() != w.nbytes for w in weights):
-        return
-    ranks = [layer.r[name] for layer in layers for name in layer.active_adapters if name in layer.lora_A]
-    for weight, copy in zip(weights, laid_side_by_side([w.data for w in weights], sum(ranks)), strict=True):
-        weight.data = copy
-    if first.is_cuda:
-        torch.cuda.empty_cache()  # of the former weights, in whose gaps little else would fit
 
 
 def mlp_with_lora(x: Tensor, layers: Sequence[nn.Module], activation: str, remake: bool = False) -> Tensor | None:
