@@ -64,10 +64,10 @@ def figure(run: dict[str, Any], theme: str, cases: Sequence[str] = SHOWN) -> str
 
 def _group(results: Sequence[dict[str, Any]], case: str) -> list[dict[str, Any]]:
     """Return one job's rows of a case: ours, then peers by their time. Empty where ours or a peer is missing."""
-    jobs: dict[str | None, list[dict[str, Any]]] = {}
+    jobs: dict[tuple[str | None, str | None], list[dict[str, Any]]] = {}
     for result in results:
         if result["case"] == case and result["provider"] in TITLES and result.get("ms"):
-            jobs.setdefault(result.get("commit"), []).append(result)
+            jobs.setdefault((result.get("commit"), result.get("job")), []).append(result)
     rows = max(jobs.values(), key=len, default=[])
     ordered = sorted(rows, key=lambda row: (row["provider"] != "ours", statistics.median(row["ms"])))
     return ordered if len(rows) > 1 and ordered[0]["provider"] == "ours" else []
