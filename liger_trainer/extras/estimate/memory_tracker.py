@@ -7,15 +7,15 @@ step. What a CUDA kernel allocates and frees inside is not seen.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...compat.torch_internals import CAST, TorchDispatchMode, tree_leaves
+from ...compat.torch_internals import CAST, TorchDispatchMode, in_backward, tree_leaves
 
 BLOCK = 512  # bytes that the caching allocator rounds sizes up to
 AUTOCAST = "autocast copies"
@@ -132,3 +132,47 @@ class MemoryTracker(TorchDispatchMode):
             if now > peak.bytes:
                 peak.bytes, peak.parts = now, Counter(live)
         self.pools[self.pool] = max(self.pools.get(self.pool, 0), self._live_in[self.pool])
+
+
+class GraphPool:
+    """The pool of memory that the graphs of a model's layers have: what the layers allocate, forward and backward."""
+
+    def __init__(self, name: str, tracker: MemoryTracker):
+        self._name, self._tracker = name, tracker
+        self._before: list[str | None] = []
+
+    def watch(self, layers: Sequence[nn.Module], recomputed: bool) -> None:
+        for layer in layers:
+            layer.register_forward_pre_hook(self._enter)
+            layer.register_forward_hook(self._leave)
+            if recomputed:
+                layer.register_forward_pre_hook(self._note_gradient, with_kwargs=True)
+        # The backward comes into the pool at the last layer's output, and leaves it when it is through all layers.
+        layers[0].register_forward_pre_hook(
+            lambda _, *inputs: self._when_its_gradient_comes(inputs, None), with_kwargs=True
+        )
+        layers[-1].register_forward_hook(lambda _, args, output: self._when_its_gradient_comes(output, self._name))
+
+    def _enter(self, *_: Any) -> None:
+        self._before.append(self._tracker.pool)
+        self._tracker.pool = self._name
+
+    def _leave(self, *_: Any) -> None:
+        self._tracker.pool = self._before.pop()
+
+    def _note_gradient(self, _: Any, *inputs: Any) -> None:
+        """Count the gradient of a layer's input: all of them stay until the last graph is recorded. Where activations
+        are kept, these lie in the memory of a layer that is done; where they are recomputed, there is none."""
+        hidden = None if in_backward() else _first_trained(inputs)
+        if hidden is not None:
+            self._tracker.keep(self._name, hidden.nbytes)
+
+    def _when_its_gradient_comes(self, tensors: Any, pool: str | None) -> None:
+        """Set the pool when the gradient of the hidden states does: they are the first of `tensors` that have one."""
+        hidden = _first_trained(tensors)
+        if hidden is not None:
+            hidden.register_hook(lambda _: setattr(self._tracker, "pool", pool))
+
+
+def _first_trained(tensors: Any) -> Tensor | None:
+    return next((x for x in tree_leaves(tensors) if isinstance(x, Tensor) and x.requires_grad), None)

@@ -28,7 +28,6 @@ from ...compat.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    tree_leaves,
 )
 from ...errors import ConfigError
 from ...losses.spec import LossOptions
@@ -40,7 +39,7 @@ from ...teachers.base import teacher_logits
 from ...trainers.options import ALWAYS, NEVER
 from ..mtp import MtpHead, MtpPass
 from ..qat import linear_layers
-from .memory_tracker import MemoryTracker, Peak
+from .memory_tracker import GraphPool, MemoryTracker, Peak
 from .stand_ins import (
     as_bitsandbytes,
     as_fla_core,
@@ -272,7 +271,7 @@ class _TrainerSteps:
             self.recordable += layers
             # Larger batches keep the GPU busy without graphs.
             if layers and (spec.cuda_graphs == ALWAYS or spec.rows * spec.length <= most_rows(layers)):
-                _Pool(name, tracker).watch(layers)
+                GraphPool(name, tracker).watch(layers, spec.checkpointing is not None)
                 self.in_graphs |= {parameter for layer in layers for parameter in layer.parameters()}
         base_of(student).get_decoder().register_forward_hook(lambda *_: tracker.enter("loss"))
         # As Trainer has them: without weight decay for biases and norms; moments of embeddings never in 8 bits.
@@ -396,37 +395,6 @@ def _recordable(model: Any, spec: StepSpec) -> Sequence[nn.Module]:
     weights = [p for layer in layers for p in layer.parameters()]
     packed = any(hasattr(p, "quant_state") or hasattr(p, "packed_bytes") for p in weights)
     return () if packed or spec.cuda_graphs == NEVER else layers
-
-
-class _Pool:
-    """The pool of memory that the graphs of a model's layers have: what the layers allocate, forward and backward."""
-
-    def __init__(self, name: str, tracker: MemoryTracker):
-        self._name, self._tracker = name, tracker
-        self._before: list[str | None] = []
-
-    def watch(self, layers: Sequence[nn.Module]) -> None:
-        for layer in layers:
-            layer.register_forward_pre_hook(self._enter)
-            layer.register_forward_hook(self._leave)
-        # The backward comes into the pool at the last layer's output, and leaves it when it is through all layers.
-        layers[0].register_forward_pre_hook(
-            lambda _, *inputs: self._when_its_gradient_comes(inputs, None), with_kwargs=True
-        )
-        layers[-1].register_forward_hook(lambda _, args, output: self._when_its_gradient_comes(output, self._name))
-
-    def _enter(self, *_: Any) -> None:
-        self._before.append(self._tracker.pool)
-        self._tracker.pool = self._name
-
-    def _leave(self, *_: Any) -> None:
-        self._tracker.pool = self._before.pop()
-
-    def _when_its_gradient_comes(self, tensors: Any, pool: str | None) -> None:
-        """Set the pool when the gradient of the hidden states does: they are the first of `tensors` that have one."""
-        hidden = next((x for x in tree_leaves(tensors) if isinstance(x, Tensor) and x.requires_grad), None)
-        if hidden is not None:
-            hidden.register_hook(lambda _: setattr(self._tracker, "pool", pool))
 
 
 def _student(spec: StepSpec) -> Any:
