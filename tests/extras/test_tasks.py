@@ -102,7 +102,7 @@ def test_no_seed_trains_on_a_question_that_is_held_out():
 
 def test_exact_match_is_measured_by_the_checker_in_runs_and_eval(folder, capsys, monkeypatch):
     """The best checkpoint is chosen by it, the report and the table have it, and `eval` measures the same."""
-    monkeypatch.setattr("liger_trainer.run.reports.html.draw", lambda runs, labels: [])
+    monkeypatch.setattr("liger_trainer.extras.report.html.draw", lambda runs, labels: [])
     (folder / "run.yaml").write_text(task(
         task_config={"size": 200}, max_steps=90, learning_rate=2e-2, per_device_train_batch_size=32,
         lr_scheduler_type="cosine", eval_strategy="steps", save_strategy="steps", eval_steps=45, save_steps=45,
