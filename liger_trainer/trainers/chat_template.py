@@ -145,12 +145,12 @@ def check_as_read(stream: Any, check: ChatCheck, text_field: str) -> Any:
         if isinstance(messages, list):
             check(row, messages, index)
             return True
-        chat = "messages" in row and text_field != "messages"
-        read = ("prompt", "completion") if "prompt" in row else ("messages",) if chat else (text_field,)
-        for name in read if "completion" in row else read[:1]:
-            if not isinstance(row.get(name), str) or chat:
-                expected, got = "messages" if chat else "text", "null" if row.get(name) is None else repr(row[name])
-                raise DataError(f"{where}: column {name!r}: expected {expected}, got {got:.80}.")
+        if "prompt" not in row and "messages" in row and text_field != "messages":
+            raise _unreadable(where, "messages", "messages", messages)
+        texts = [name for name in ("prompt", "completion") if name in row] if "prompt" in row else [text_field]
+        for name in texts:
+            if not isinstance(row.get(name), str):
+                raise _unreadable(where, name, "text", row.get(name))
         return True
 
     return stream.filter(passes, with_indices=True)  # a map would lose what is known of the columns
@@ -158,16 +158,23 @@ def check_as_read(stream: Any, check: ChatCheck, text_field: str) -> Any:
 
 def _check_tokens_of(row: Mapping[str, Any], place: str) -> None:
     """Raise DataError where a tokenized row holds no list of ids, or another number of labels than of ids."""
-    names = [name for name in ("input_ids", "labels") if name in row]
-    for name in names:
-        if row[name] is None or isinstance(row[name], str) or not hasattr(row[name], "__len__"):
-            got = "null" if row[name] is None else repr(row[name])
-            raise DataError(f"{place}: column {name!r}: expected a list of token ids, got {got:.80}.")
-    lengths = [len(row[name]) for name in names]
+    lengths = []
+    for name in (name for name in ("input_ids", "labels") if name in row):
+        if isinstance(row[name], str) or not hasattr(row[name], "__len__"):
+            raise _unreadable(place, name, "a list of token ids", row[name])
+        lengths.append(len(row[name]))
     if len({*lengths}) > 1:
-        raise DataError(
-            f"{place}: expected as many labels as input_ids, got {lengths[1]} labels of {lengths[0]} tokens."
-        )
+        raise uneven_labels(place, *lengths)
+
+
+def _unreadable(place: str, column: str, expected: str, value: Any) -> DataError:
+    got = "null" if value is None else repr(value)
+    return DataError(f"{place}: column {column!r}: expected {expected}, got {got:.80}.")
+
+
+def uneven_labels(place: str, tokens: int, labels: int) -> DataError:
+    """Return the error of a tokenized row, of a table or of a stream, whose labels are not as many as its ids."""
+    return DataError(f"{place}: expected as many labels as input_ids, got {labels} labels of {tokens} tokens.")
 
 
 def _chat(row: Mapping[str, Any], place: str) -> Any:

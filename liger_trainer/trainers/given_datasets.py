@@ -10,6 +10,7 @@ from datasets import Dataset, IterableDataset, Json, LargeList, List
 from ..errors import DataError
 from ..teachers.row_keys import column_names
 from .chat_rows import ALPACA, ALPACA_OPTIONAL, CHATS, READ, check_preferences, in_messages
+from .chat_template import uneven_labels
 from .rows import values_of
 
 
@@ -108,9 +109,7 @@ def _check_tokens(dataset: Any) -> None:
     tokens, labels = lengths
     if len(wrong := np.flatnonzero(tokens != labels)):
         row = int(wrong[0])
-        raise DataError(
-            f"row {row}: expected as many labels as input_ids, got {labels[row]} labels of {tokens[row]} tokens."
-        )
+        raise uneven_labels(f"row {row}", tokens[row], labels[row])
 
 
 def _as_python(dataset: Any) -> Any:
