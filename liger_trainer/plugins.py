@@ -13,6 +13,8 @@ TASK = "reasoning_gym:"  # begins the name of a data set of generated questions 
 
 # what asks for it, a setting, the beginning of a name or a command: the module below extras
 PLUGINS = {
+    "server": "teachers.server",
+    "teachers": "teachers.ensemble",
     "alm": "cross_tokenizer.spans",
     "uld": "cross_tokenizer.teacher",
     "teacher_prompt": "privileged",

@@ -35,9 +35,7 @@ def make_teacher(args: TeacherConfig, teacher_model: GivenTeacher, rows_for_read
             "cache, or leave it out."
         )
     if args.teachers is not None or isinstance(teacher_model, Mapping):
-        from .ensemble import EnsembleTeacher
-
-        return EnsembleTeacher(args, teacher_model)
+        return load("teachers").EnsembleTeacher(args, teacher_model)
     if args.teacher_column is not None:
         raise ConfigError("teacher_column chooses among several teachers: name them in teachers, or leave it out.")
     if args.teacher == "cache":
@@ -58,9 +56,7 @@ def _plain(args: TeacherConfig, teacher_model: GivenTeacher, rows_for_reading: R
     if args.teacher == "self":
         return SelfTeacher()
     if args.teacher == "server":
-        from .server import ServerTeacher
-
-        return ServerTeacher(args)
+        return load("server").ServerTeacher(args)
     if teacher_model is None:
         raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")
     assert not isinstance(teacher_model, Mapping)  # which are several

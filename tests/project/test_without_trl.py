@@ -88,7 +88,7 @@ def test_no_name_imports_what_few_trainings_need():
 import sys, liger_trainer
 for name in liger_trainer.__all__:
     getattr(liger_trainer, name)
-ours = ("kernels.causal_conv", "teachers.ensemble", "teachers.server", "extras.adamw_8bit", "trainers.fsdp_memory")
+ours = ("kernels.causal_conv", "extras.adamw_8bit", "extras.teachers.server", "trainers.fsdp_memory")
 print(sorted({"matplotlib", "gguf", *(f"liger_trainer.{name}" for name in ours)} & sys.modules.keys()))
 """
     assert run(code) == "[]\n"

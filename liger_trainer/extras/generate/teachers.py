@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 from ...common.weights import load_merged
 from ...errors import ConfigError
 from ...secrets import remember_settings
-from ...teachers.connection import Connection, ConnectionOptions, key_in
 from ...teachers.fingerprints import sampled_fingerprint
 from ...trainers.decoder import Decoder
 from ...trainers.rows import AllowedIds
 from ...trainers.samplers import ModelSampler, end_tokens
+from ..teachers.connection import Connection, ConnectionOptions, key_in
 from .options import GenerateOptions
 
 Tokens = list[int]

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from ..errors import ConfigError, DataError
-from ..losses.answers import SeveralAnswers, WeightedAnswer
-from .adapters_off import SelfTeacher
-from .base import Cut, DistillHost, Teacher
-from .config import TeacherConfig, TeacherEntry, entries_of
-from .fingerprints import data_fingerprint
-from .model import ModelTeacher
-from .row_keys import DocumentCollator, check_known, row_key, rows_with
+from ...errors import ConfigError, DataError
+from ...losses.answers import SeveralAnswers, WeightedAnswer
+from ...teachers.adapters_off import SelfTeacher
+from ...teachers.base import Cut, DistillHost, Teacher
+from ...teachers.config import TeacherConfig, TeacherEntry, entries_of
+from ...teachers.fingerprints import data_fingerprint
+from ...teachers.model import ModelTeacher
+from ...teachers.row_keys import DocumentCollator, check_known, row_key, rows_with
 
 ROUTES, PRESENT = "teacher_routes", "teachers_present"
 NO_ROUTE = -1

@@ -7,20 +7,20 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from ..errors import ConfigError
-from ..losses.sparse_answer import SparseAnswer, TokenTargets
-from ..secrets import remember_settings
-from .base import DistillHost, Teacher
-from .config import TeacherConfig
-from .connection import CompletionsServer, Question, ServerOptions, TopTokens, key_in
-from .row_keys import documents, row_key
-from .vocabulary import (
+from ...errors import ConfigError
+from ...losses.sparse_answer import SparseAnswer, TokenTargets
+from ...secrets import remember_settings
+from ...teachers.base import DistillHost, Teacher
+from ...teachers.config import TeacherConfig
+from ...teachers.row_keys import documents, row_key
+from ...teachers.vocabulary import (
     Vocabulary,
     announce_other_template,
     check_student_vocabulary,
     compare_tokenizers,
     teacher_tokenizer,
 )
+from .connection import CompletionsServer, Question, ServerOptions, TopTokens, key_in
 
 REMEMBERED = 256 * 2**20  # bytes of answers that are kept, because each evaluation asks for the same rows
 PROBED = 8  # tokens of the question that is asked before training

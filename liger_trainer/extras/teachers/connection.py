@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 
-from ..errors import ConfigError, NonFiniteError, TeacherServerError
-from ..secrets import SECRET, redact, remember
+from ...errors import ConfigError, NonFiniteError, TeacherServerError
+from ...secrets import SECRET, redact, remember
 
 logger = logging.getLogger(__name__)
 TRANSIENT = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which another attempt makes sense

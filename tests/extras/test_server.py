@@ -13,9 +13,9 @@ from tiny import VOCAB, completions, double_copy, tiny_model
 from trainings import a_teacher, assert_same_step, distill, step, supervised_logits, trained
 
 from liger_trainer.errors import ConfigError, NonFiniteError, TeacherServerError
+from liger_trainer.extras.teachers.connection import CompletionsServer, Question, ServerOptions
 from liger_trainer.kernels.divergence_kinds import KINDS
 from liger_trainer.kernels.linear_divergence import divergence_reference
-from liger_trainer.teachers.connection import CompletionsServer, Question, ServerOptions
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 LOSSES = [{"type": "forward_kl", "weight": 0.8}, {"type": "ce", "weight": 0.25}]
