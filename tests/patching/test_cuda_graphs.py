@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import random
+import weakref
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -517,6 +518,41 @@ def test_checkpointed_layers_in_graphs_lose_no_bit():
         ids = random_ids()
         losses.append((backward(plain, ids).item(), [backward(graphed, ids).item() for _ in range(4)]))
     assert all(graphed == [one] * 4 for one, graphed in losses)
+
+
+class Counts(RunsAgain):
+    """Counts the hidden states and their gradients that graphs keep as they are recorded, which do not replay."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.kept, self.most = [], 0
+
+    def record(self, function):
+        tensors = [tensor.clone() for tensor in function()]
+        self.kept += [weakref.ref(tensor.untyped_storage()) for tensor in tensors if tensor.dim() == 3]
+        self.most = max(self.most, sum(kept() is not None for kept in self.kept))
+        return tensors, lambda: None
+
+    def unowned(self, tensor):
+        return tensor.clone()
+
+
+def test_recomputed_layers_have_two_gradients_between_them_at_a_time():
+    """Each layer keeps what it got; of the gradients only the one that is read and the one that is computed."""
+    recorders = []
+
+    def recorder(device):
+        recorders.append(Counts(device))
+        return recorders[-1]
+
+    recorder.device_type = "cpu"
+    model = checkpointed(lora(tiny_model("llama", num_hidden_layers=6))).train()
+    patch(model)
+    model.enable_input_require_grads()
+    GraphedLayers(base_of(model), recorder=recorder, always=True)
+    for ids in [random_ids()] * 3:
+        backward(model, ids)
+    assert [recorder.most for recorder in recorders] == [6 + 2]
 
 
 # What layers may do with what they are called with, and still replay as they run.

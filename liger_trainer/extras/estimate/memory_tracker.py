@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.torch_internals import CAST, TorchDispatchMode, in_backward, tree_leaves
+from ...compat.torch_internals import CAST, TorchDispatchMode, tree_leaves
 
 BLOCK = 512  # bytes that the caching allocator rounds sizes up to
 AUTOCAST = "autocast copies"
@@ -141,12 +141,10 @@ class GraphPool:
         self._name, self._tracker = name, tracker
         self._before: list[str | None] = []
 
-    def watch(self, layers: Sequence[nn.Module], recomputed: bool) -> None:
+    def watch(self, layers: Sequence[nn.Module]) -> None:
         for layer in layers:
             layer.register_forward_pre_hook(self._enter)
             layer.register_forward_hook(self._leave)
-            if recomputed:
-                layer.register_forward_pre_hook(self._note_gradient, with_kwargs=True)
         # The backward comes into the pool at the last layer's output, and leaves it when it is through all layers.
         layers[0].register_forward_pre_hook(
             lambda _, *inputs: self._when_its_gradient_comes(inputs, None), with_kwargs=True
@@ -159,13 +157,6 @@ class GraphPool:
 
     def _leave(self, *_: Any) -> None:
         self._tracker.pool = self._before.pop()
-
-    def _note_gradient(self, _: Any, *inputs: Any) -> None:
-        """Count the gradient of a layer's input: all of them stay until the last graph is recorded. Where activations
-        are kept, these lie in the memory of a layer that is done; where they are recomputed, there is none."""
-        hidden = None if in_backward() else _first_trained(inputs)
-        if hidden is not None:
-            self._tracker.keep(self._name, hidden.nbytes)
 
     def _when_its_gradient_comes(self, tensors: Any, pool: str | None) -> None:
         """Set the pool when the gradient of the hidden states does: they are the first of `tensors` that have one."""

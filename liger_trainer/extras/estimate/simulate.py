@@ -271,7 +271,7 @@ class _TrainerSteps:
             self.recordable += layers
             # Larger batches keep the GPU busy without graphs.
             if layers and (spec.cuda_graphs == ALWAYS or spec.rows * spec.length <= most_rows(layers)):
-                GraphPool(name, tracker).watch(layers, spec.checkpointing is not None)
+                GraphPool(name, tracker).watch(layers)
                 self.in_graphs |= {parameter for layer in layers for parameter in layer.parameters()}
         base_of(student).get_decoder().register_forward_hook(lambda *_: tracker.enter("loss"))
         # As Trainer has them: without weight decay for biases and norms; moments of embeddings never in 8 bits.

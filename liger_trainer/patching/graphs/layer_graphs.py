@@ -177,7 +177,6 @@ class LayerGraph:
         self.inputs: Tensors = []
         self.outputs: Tensors = []
         self.output_gradients: Tensors = []
-        self._chained_gradients: set[int] = set()  # outputs whose gradient is where the layer after computes it
         self.gradients: list[Tensor | None] = []  # of the inputs that need one, then of the parameters
         self._are_computed: list[bool] = []  # whether each of these exists
         self._live: Tensors = []  # outputs with their autograd graph, between the recordings of forward and backward
@@ -246,19 +245,18 @@ class LayerGraph:
 
     def record_backward(self, recorder: Recorder, after: "LayerGraph | None") -> None:
         """Record backward, where the gradients of outputs are those that the layer after computes, if it does."""
-        gradients: list[Tensor | None] = [None] * len(self.outputs)
+        given: dict[int, int] = {}  # by output: which of these is its gradient
         if after is not None:
-            given = iter(after.gradients)
-            for spec, index in zip(after.specs, after.call.chained, strict=True):
-                gradient = next(given) if spec.requires_grad else None
-                if index is not None:
-                    gradients[index] = gradient
-        self._chained_gradients = {index for index, gradient in enumerate(gradients) if gradient is not None}
+            trained = (index for index, spec in zip(after.call.chained, after.specs, strict=True) if spec.requires_grad)
+            given = {index: place for place, index in enumerate(trained)
+                     if index is not None and after.gradients[place] is not None}  # fmt: skip
         self.output_gradients = [
-            torch.zeros_like(output) if gradient is None else gradient
-            for gradient, output in zip(gradients, self.outputs, strict=True)
+            after.gradients[given[index]] if index in given else torch.zeros_like(output)
+            for index, output in enumerate(self.outputs)
         ]
         computed, self.replay_backward = recorder.record(self.run_backward)
+        for index, place in given.items():  # they are read: what is recorded next may use their memory
+            self.output_gradients[index] = after.gradients[place] = recorder.unowned(self.output_gradients[index])
         kept = iter(computed)
         self.gradients = [next(kept) if is_computed else None for is_computed in self._are_computed]
         for index, parameter in enumerate(self.parameters, len(self.gradients) - len(self.parameters)):
@@ -308,10 +306,6 @@ class LayerGraph:
             for tensor, index in zip(self.inputs, self.call.chained, strict=True)
         ]
         self.outputs = [recorder.unowned(tensor) for tensor in self.outputs]
-        self.output_gradients = [
-            recorder.unowned(tensor) if index in self._chained_gradients else tensor
-            for index, tensor in enumerate(self.output_gradients)
-        ]
         ours = {id(place) for place in self._places.values()}  # not in the pool
         self.gradients = [
             gradient if gradient is None or id(gradient) in ours else recorder.unowned(gradient)
