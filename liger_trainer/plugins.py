@@ -20,6 +20,8 @@ PLUGINS = {
     "teacher_prompt": "privileged",
     "vocab_parallel": "vocab_parallel.heads",
     "from_trl": "from_trl",
+    "schema": "schema_writer",
+    "keep_layers": "students.drop_layers",
     "adamw_8bit": "adamw_8bit",
     "delta_rule": "delta_rule_gradients",
     "rollouts": "rollouts.rollouts",

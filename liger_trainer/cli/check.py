@@ -99,12 +99,12 @@ def schema(
         root = Path(__file__).parents[2]
         if not (root / "pyproject.toml").is_file():
             raise ConfigError(f"schema --write: {root} is not a checkout of liger-trainer.")
-        from ..extras.config_page import write as write_files
+        from ..extras.schema_writer import write as write_files
 
         for path in write_files(root):
             typer.echo(f"Wrote {path}")
     elif describe:
-        from ..config.schema_writer import json_schema, schema_text
+        from ..extras.schema_writer import json_schema, schema_text
 
         typer.echo(schema_text(json_schema(descriptions=True)), nl=False)
     else:

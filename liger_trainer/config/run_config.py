@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from .. import plugins
 from ..common.files import DEFAULTS
 from ..errors import ConfigError, LigerTrainerError
 from ..secrets import names_a_secret, redact, redacted, remember_settings
@@ -236,9 +237,8 @@ def check_text(
     if same or not exact:
         checked = check(text, label, settings, shipped, allow_env, paths)
     if not same and (exact or checked.problems):
-        from .schema_writer import installed_schema  # which imports TRL
-
-        checked = check(text, label, settings, installed_schema(), allow_env, paths)
+        installed = plugins.load("schema").installed_schema()  # which imports TRL
+        checked = check(text, label, settings, installed, allow_env, paths)
     for key, setting in checked.settings.items():
         # Before anything is printed: a message may quote a value.
         remember_settings(key, setting.value)

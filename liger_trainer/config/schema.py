@@ -1,9 +1,9 @@
 """What comes with the package: the keys that a configuration may have, in schema.json, and configurations.
 
 Nothing of TRL or torch is imported. schema.json is a JSON Schema, for editors too, written by `liger-trainer schema
---write` from the dataclasses of TRL and ours (`schema_writer`). It holds the keys of the TRL and transformers it was
-written with; where others are installed, `schema_writer.installed_schema` reads their dataclasses instead, at the
-price of importing them.
+--write` from the dataclasses of TRL and ours (`extras.schema_writer`). It holds the keys of the TRL and transformers it
+was written with; where others are installed, the writer reads their dataclasses instead, at the price of importing
+them.
 """
 
 import difflib

@@ -33,13 +33,12 @@ from ..config.conflicts import is_sharded
 from ..config.schema import built_in_configs
 from ..errors import ConfigError
 from ..losses.plan import plan_of
-from ..plugins import DEMO
+from ..plugins import DEMO, load
 from ..teachers.config import OF_ONE_TEACHER, entries_of
 from ..teachers.vocabulary import Vocabulary, compare_tokenizers, teacher_tokenizer, tokenizer_of
 from ..trainers.chat_template import check_chats
 from ..trainers.student import names_of_modules
 from .data.datasets import RunData
-from .drop_layers import drop_layers
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -326,7 +325,9 @@ def load_base(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
     model = load_weights(config, files)
     if not config.drops_layers():
         return model
-    return drop_layers(model, keep_every_nth=config["keep_every_nth_layer"], keep=config["keep_layers"])
+    return load("keep_layers").drop_layers(
+        model, keep_every_nth=config["keep_every_nth_layer"], keep=config["keep_layers"]
+    )
 
 
 def load_original(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:

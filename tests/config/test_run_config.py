@@ -11,9 +11,9 @@ from liger_trainer.config import run_config
 from liger_trainer.config.conflicts import GONE
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.config.schema import Schema, installed_versions, shipped_schema, shipped_text
-from liger_trainer.config.schema_writer import installed_schema
 from liger_trainer.config.yaml_reader import parse_overrides, setting
 from liger_trainer.errors import ConfigError
+from liger_trainer.extras.schema_writer import installed_schema
 from liger_trainer.trainers.config import LigerDistillConfig
 
 NEEDED = "model_name_or_path: some/model\ndataset_name: some/data\n"
@@ -267,8 +267,7 @@ def test_paths_that_are_not_there(tmp_path, monkeypatch):
 
 def test_the_shipped_schema_and_reference_are_current():
     """Renewed by `liger-trainer schema --write`. Beside other versions of TRL, only our own keys can be compared."""
-    from liger_trainer.config.schema_writer import OWN, json_schema, schema_text
-    from liger_trainer.extras.config_page import markdown
+    from liger_trainer.extras.schema_writer import OWN, json_schema, markdown, schema_text
 
     if shipped_schema().versions == installed_versions():
         assert shipped_text() == schema_text(json_schema()), "run: liger-trainer schema --write"

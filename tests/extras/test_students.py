@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from liger_trainer.errors import ConfigError
-from liger_trainer.run.drop_layers import drop_layers
+from liger_trainer.extras.students.drop_layers import drop_layers
 
 LAYERS = 6
 SIZES = {

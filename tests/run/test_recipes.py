@@ -27,10 +27,10 @@ from liger_trainer.common.checkpoints import checkpoints_in
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.extras.report.html import _notes_on
 from liger_trainer.extras.report.tables import read_run, training_facts
+from liger_trainer.extras.students.drop_layers import drop_layers
 from liger_trainer.run import models as models_of_runs
 from liger_trainer.run import recipe
 from liger_trainer.run.data.datasets import load_run_datasets
-from liger_trainer.run.drop_layers import drop_layers
 from liger_trainer.run.samples import held_out_prompts, measure
 from liger_trainer.trainers.finite_report import is_finite
 from liger_trainer.trainers.sft_trainer import LigerTrainer

@@ -22,13 +22,13 @@ from ...losses.sparse_answer import SparseAnswer, TokenTargets
 from ...losses.spec import LossOptions
 from ...patching.patcher import PatchOptions
 from ...plugins import DEMO, TASK
-from ...run.drop_layers import kept_indices, thinned_config
 from ...run.launch import launcher_arguments
 from ...teachers.cache.records import HiddenFormat, RecordFormat, TeacherHead
 from ...teachers.cache.store import HiddenSettings, read_index
 from ...trainers.options import AUTO, MEMORY, NEVER
 from ..demo import CONFIG, demo_key
 from ..rollouts.rollouts import SIZES
+from ..students.drop_layers import kept_indices, thinned_config
 from .memory_tracker import Peak
 from .simulate import GATHERED as WHOLE
 from .simulate import SAMPLING, ModelSpec, Rollout, StepMemory, StepSpec

@@ -19,13 +19,13 @@ from ...common.files import staged_folder, writing_to
 from ...config.conflicts import STUDENT_KEYS, init_student_conflicts, is_sharded
 from ...errors import ConfigError, NonFiniteError
 from ...run.data.datasets import RunData, load_run_datasets
-from ...run.drop_layers import drop_layers, kept_indices
 from ...run.launch import versions
 from ...run.metric_rows import DISTILL_ROWS
 from ...run.models import ModelFiles, check_student, load_original, open_model, with_processor
 from ...run.results import check_writable
 from ...trainers.distill_trainer import LigerDistillTrainer
 from ...trainers.row_preparation import Preparation
+from .drop_layers import drop_layers, kept_indices
 from .elimination import LeftOut, eliminate_layers
 from .importance import Importance, measure_importance
 from .narrowing import layer_mlps, narrow_mlps

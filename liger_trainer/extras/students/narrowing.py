@@ -18,7 +18,7 @@ from ...losses.model_parts import decoder_layers
 from ...patching import structure
 from ...patching.layers.linears import is_plain
 from ...patching.layers.mlps import MLPRule, looks_like_an_mlp, prove_mlp
-from ...run.drop_layers import fill
+from .drop_layers import fill
 
 
 @dataclass(frozen=True)

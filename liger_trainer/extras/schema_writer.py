@@ -1,21 +1,24 @@
-"""Makes the schema of configurations: the keys, read from the dataclasses of TRL, transformers and ours.
-
-Nothing is instantiated: `SFTConfig.__post_init__` looks for devices. Imports TRL; `schema` reads the result.
+"""Makes the schema of configurations: the keys, read from the dataclasses of TRL, transformers and ours; and the page
+of them. Nothing is instantiated: `SFTConfig.__post_init__` looks for devices. `config.schema` reads the result.
 """
 
 import dataclasses
 import json
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING
 from enum import Enum
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import trl
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
 from ..common.options import LIMIT_NAMES, Rule, declared, limits_of, on
+from ..config.conflicts import CONFLICTS, GONE
+from ..config.run_options import LaunchOptions, RunOptions
+from ..config.schema import FILE, SECTIONS, Schema, from_json, installed_versions, shipped_schema
 from ..losses.plan import entry_rule
 from ..losses.schedules import SCHEDULES, TAID
 from ..teachers.config import DTYPES, ENTRY_KEYS
@@ -29,9 +32,6 @@ from ..trainers.options import (
     SamplingConfig,
     StepConfig,
 )
-from .conflicts import CONFLICTS, GONE
-from .run_options import LaunchOptions, RunOptions
-from .schema import SECTIONS, Schema, from_json, installed_versions
 
 # their descriptions are ours to ship
 OWN = ("run", "launch", "rows", "images", "step", "qat", "mtp", "non_finite", "distillation", "sampling")
@@ -226,3 +226,53 @@ def schema_text(document: Mapping[str, Any]) -> str:
 def installed_schema() -> Schema:
     """The schema of the installed TRL and transformers. Imports them."""
     return from_json(json_schema())
+
+
+# What `liger-trainer schema --write` renews in a checkout: schema.json, and docs/configs.md with every key.
+
+
+def markdown() -> str:
+    """docs/configs.md: every key of the shipped schema with type and default, by where it comes from."""
+    schema = shipped_schema()
+    versions = " and ".join(f"{package} {number}" for package, number in schema.versions.items())
+    tables = "\n".join(_tables())
+    return f"""# Keys of a configuration
+
+<!-- Written by `liger-trainer schema --write`; do not edit. -->
+
+Every key that `liger-trainer run` knows, with {versions}. `liger-trainer config` prints them
+with their effective values and where each was set; `liger-trainer schema` prints this as JSON Schema,
+and with `--describe` also the texts that the installed TRL and transformers have for theirs. How values
+are given, and what is accepted in addition to these names: [the command line](cli.md).
+{tables}
+"""
+
+
+def _tables() -> Iterator[str]:
+    for section, title in SECTIONS.items():
+        keys = {name: key for name, key in shipped_schema().keys.items() if key.section == section}
+        if not keys:
+            continue
+        described = any(key.description for key in keys.values())
+        yield from ("", f"## {title[0].upper()}{title[1:]}", "")
+        if section == "sampling":
+            yield from ("With `lmbda` above 0 or `seq_kd`; otherwise reported as without effect.", "")
+        if section == "elsewhere":
+            yield from ("Accepted, so that files of TRL run, and reported as without effect.", "")
+        yield "| key | value | default |" + (" meaning |" if described else "")
+        yield "|---|---|---|" + ("---|" if described else "")
+        for name, key in keys.items():
+            expects = key.expects if len(key.expects) < 120 else f"{key.expects[:100].rpartition(',')[0]}, ..."
+            default = json.dumps(key.default, ensure_ascii=False)
+            meaning = f" {key.description} |" if described else ""
+            yield f"| `{name}` | {expects} | `{default}` |{meaning}"
+
+
+def write(root: Path) -> list[Path]:
+    """Write both files into the checkout at `root`, and return their paths."""
+    schema, reference = root / "liger_trainer" / "config" / FILE, root / "docs" / "configs.md"
+    schema.write_text(schema_text(json_schema()), encoding="utf-8")
+    # The page below is written from the schema that was just written.
+    shipped_schema.cache_clear()
+    reference.write_text(markdown(), encoding="utf-8")
+    return [schema, reference]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..compat.models import new_model
-from ..errors import ConfigError
-from ..losses.model_parts import decoder_layers
+from ...compat.models import new_model
+from ...errors import ConfigError
+from ...losses.model_parts import decoder_layers
 
 
 def drop_layers(
