@@ -200,13 +200,6 @@ def saved_or_recomputed(x: Tensor, cast: Tensor) -> Source:
     """Return what to save for a backward that needs `cast`, which is x in the dtype that its op computes in."""
     source = getattr(x, _NAME, None)  # an attribute of the tensor: the op behind the norm sees nothing else of it
     if source is None or source.versions != (x._version, source.tensors[0]._version):  # written into since
-        return Source((cast,), _itself)
-    return Source(source.tensors, functools.partial(_made, source.make, cast.dtype), scaled=source.scaled)
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
-def _made(make: Callable[..., Tensor], dtype: torch.dtype, *tensors: Tensor | None) -> Tensor:
-    return make(*tensors).to(dtype)
+        return Source((cast,), lambda x: x)
+    make, dtype = source.make, cast.dtype  # and not `cast` itself, which would stay in memory
+    return Source(source.tensors, lambda *tensors: make(*tensors).to(dtype), scaled=source.scaled)

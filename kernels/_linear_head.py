@@ -240,15 +240,13 @@ def low_rank(hidden: Tensor, lora: Adapters, dtype: torch.dtype) -> tuple[Tensor
     adapters = adapters_of(lora)
     if not adapters:
         return None, None
-    low = [_low(hidden, adapter, dtype) for adapter in adapters]  # (N, r_i) each
+    low = []  # (N, r_i) each, rounded once
+    for a, _, scaling, dropout in adapters:
+        x = (F.dropout(hidden, dropout) if dropout else hidden).to(dtype)
+        low.append(torch.addmm(x.new_zeros(()), x, a.to(dtype).t(), beta=0, alpha=scaling))
     if len(adapters) == 1:
         return low[0], adapters[0].b
     return torch.cat(low, 1), torch.cat([adapter.b for adapter in adapters], 1)
-
-
-def _low(hidden: Tensor, adapter: Lora, dtype: torch.dtype) -> Tensor:
-    x = (F.dropout(hidden, adapter.dropout) if adapter.dropout else hidden).to(dtype)
-    return torch.addmm(x.new_zeros(()), x, adapter.a.to(dtype).t(), beta=0, alpha=adapter.scaling)  # rounded once
 
 
 def linear_reference(hidden: Tensor, weight: Tensor, lora: Adapters = None) -> Tensor:

@@ -454,7 +454,10 @@ class LossOp:
             )
             return _outputs(value, per_token, saved.gradients)  # pyright: ignore[reportReturnType]
 
-        run.__signature__ = _signature(run, build)  # torch reads the schema from it; *arguments says nothing
+        # torch reads the schema from it: run's, with build's own arguments at the end, of which *arguments says nothing
+        *inputs, _ = inspect.signature(run).parameters.values()
+        own = list(inspect.signature(build).parameters.values())[SHARED_BY_BUILDERS:]
+        run.__signature__ = inspect.signature(run).replace(parameters=[*inputs, *own])
         self._opaque = torch.library.custom_op(f"liger_trainer::{name}", mutates_args=(), tags=TAGS)(run)
         self._opaque.register_fake(lambda *inputs: _fake_outputs(inputs, fields))
         self._opaque.register_autograd(_scaled_gradients, setup_context=_save_gradients)
@@ -495,13 +498,6 @@ class SavedGradients:
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
         pass
-
-
-def _signature(run: Callable, build: Callable) -> inspect.Signature:
-    """Return the signature from which torch reads the op's schema: run's, with build's own arguments at the end."""
-    *inputs, _ = inspect.signature(run).parameters.values()
-    arguments = list(inspect.signature(build).parameters.values())[SHARED_BY_BUILDERS:]
-    return inspect.signature(run).replace(parameters=[*inputs, *arguments])
 
 
 def _outputs(loss: Tensor, per_token: Tensor, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

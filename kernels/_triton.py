@@ -169,7 +169,9 @@ class Launch:
         try:
             compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
         except Exception as error:
-            if INTERPRETED or not _is_of_compiler(error):  # a wrong argument, or a bug: not what torch should hide
+            # Only where Triton could not make the kernel. A wrong argument, or a bug, is not what torch should hide.
+            of_compiler = isinstance(error, triton.errors.TritonError) or "PassManager" in str(error)
+            if INTERPRETED or not of_compiler:
                 raise
             what = f"Triton cannot compile {self.kernel.__name__} for {_name_of(first.device)} ({_in_short(error)})"
             if not has_twin:
@@ -188,11 +190,6 @@ class Launch:
 
 
 _not_compiled: set[tuple] = set()
-
-
-def _is_of_compiler(error: Exception) -> bool:
-    """Return whether Triton could not make the kernel, rather than the kernel failing, or its memory."""
-    return isinstance(error, triton.errors.TritonError) or "PassManager" in str(error)
 
 
 _without_launches = False

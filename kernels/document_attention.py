@@ -463,12 +463,6 @@ def _key_gradients(kind: str, call: _Call, *tensors: Tensor, bounds: Tensor | No
     return made if parts == 1 else [x.sum(0).to(k.dtype) for x in made]
 
 
-def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    gradient = torch.empty_like(sinks)
-    _sinks_launch(*lse.shape)(sinks, lse, delta, gradient)
-    return gradient
-
-
 @remembered
 def _sinks_launch(heads: int, T: int) -> Launch:
     return Launch(_sinks_kernel, (heads,), T, BLOCK=SINKS_BLOCK)
@@ -499,7 +493,8 @@ class DocumentAttentionFunction(torch.autograd.Function):
             kinds = ("dkdv",) if call.D <= TOGETHER else ("dk", "dv")
             dk, dv = (x for kind in kinds for x in _key_gradients(kind, call, q, k, v, do, lse, delta, bounds=bounds))
         if ctx.needs_input_grad[3]:
-            dsinks = _sink_gradient(sinks, lse, delta)  # without a token: zeros
+            dsinks = torch.empty_like(sinks)
+            _sinks_launch(*lse.shape)(sinks, lse, delta, dsinks)  # without a token: zeros
         return dq, dk, dv, dsinks, *[None] * 5
 
 

@@ -53,14 +53,11 @@ def encoded_reference(x: Tensor, signed: bool, floor: bool = True) -> tuple[Tens
     values = maps_on(x.device)[0 if signed else 1]
     blocks = blocks_of(x.float())
     largest = blocks.abs().amax(1)
-    codes = torch.bucketize(blocks * _inverse(largest)[:, None], (values[:-1] + values[1:]) / 2)
+    inverse = torch.where(largest >= torch.finfo(torch.float32).tiny, 1 / largest, 0.0)
+    codes = torch.bucketize(blocks * inverse[:, None], (values[:-1] + values[1:]) / 2)
     if floor and not signed:
         codes = codes.clamp(min=(blocks > 0).long())
     return codes.to(torch.uint8).flatten()[: x.numel()].view(x.shape), largest
-
-
-def _inverse(largest: Tensor) -> Tensor:
-    return torch.where(largest >= torch.finfo(torch.float32).tiny, 1 / largest, 0.0)
 
 
 @triton.jit

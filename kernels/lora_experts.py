@@ -39,10 +39,6 @@ ROWS, COLUMNS, WARPS = SHAPES.EXPERTS_ADD  # the tile of `add`
 COMBINED = SHAPES.EXPERTS_COMBINE  # columns of a program of `combine`
 
 
-def multiple_of_8(n: int) -> int:
-    return -(-n // 8) * 8
-
-
 def _runs_grouped(x: Tensor, y: Tensor, *sizes: int) -> bool:
     """Whether torch's grouped product takes these: bf16 on a GPU since Ampere, sizes that 8 divides (16 bytes)."""
     if not x.is_cuda or torch.version.hip or not hasattr(F, "grouped_mm") or not len(x):
@@ -230,7 +226,7 @@ class _Low(NamedTuple):
         if layer.a is None or layer.b is None:
             return cls(None, None)
         # grouped products read 16 bytes at a time
-        missing = multiple_of_8(layer.a.shape[1]) - layer.a.shape[1] if dtype == torch.bfloat16 else 0
+        missing = -layer.a.shape[1] % 8 if dtype == torch.bfloat16 else 0
         a, b = _cast(layer.a, dtype), _cast(layer.b, dtype)
         return cls(F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else cls(a, b)
 
@@ -342,7 +338,11 @@ class LoraExpertsFunction(torch.autograd.Function):
             dt = None if low_up.b is None or not need_low[0] else grouped(dpacked, low_up.b, order.ends)
         rows = x.to(packed.dtype).index_select(0, order.token) if need_low[0] else None
         da1, db1 = _adapter_gradients(dt, rows, dpacked, t, None, order.ends, need_low[:2])
-        lows = [_fitted(g, p) for g, p in zip((da1, db1, da2, db2), ctx.adapters, strict=True)]
+        lows = (
+            # without the filled-up ranks, in the parameter's dtype
+            None if g is None or p is None else g[:, : p[0][1], : p[0][2]].to(p[1])
+            for g, p in zip((da1, db1, da2, db2), ctx.adapters, strict=True)
+        )
         return dx, None, dweights, None, None, None, *lows
 
 
@@ -371,14 +371,6 @@ def _router_gradient(
         of_bias = dy @ bias.to(dy.dtype).t()
         gradient = gradient + of_bias.gather(1, index.clamp(max=len(bias) - 1)).to(gradient.dtype)
     return gradient.where(has_expert, 0).to(dtype)
-
-
-def _fitted(gradient: Tensor | None, parameter: tuple[torch.Size, torch.dtype] | None) -> Tensor | None:
-    """Return a gradient without the filled-up ranks, in its parameter's dtype."""
-    if gradient is None or parameter is None:
-        return None
-    shape, dtype = parameter
-    return gradient[:, : shape[1], : shape[2]].to(dtype)
 
 
 def lora_experts(

@@ -105,14 +105,14 @@ def redacted(value: Any) -> Any:
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):
-        return {key: redacted(item) for key, item in value.items() if not _holds_a_secret(str(key), item)}
+        told = ("", *_NO_NUMBERS)  # texts that are no secret, whatever their key
+        return {
+            key: redacted(item) for key, item in value.items()
+            if not isinstance(item, str) or item in told or not names_a_secret(str(key))
+        }  # fmt: skip
     if isinstance(value, list):
         return [redacted(item) for item in value]
     return value
-
-
-def _holds_a_secret(name: str, value: Any) -> bool:
-    return isinstance(value, str) and value not in ("", *_NO_NUMBERS) and names_a_secret(name)
 
 
 @functools.lru_cache(maxsize=1)  # each line that is written asks for it

@@ -1,7 +1,7 @@
 """Options, each declared once as a dataclass field: range, choices, what it needs and what it does not go with.
 
 Three readers take the same declaration: `check_options` for a configuration in Python, `config.check` for YAML and the
-command line, `config.schema_writer` for the JSON Schema that editors read. Imports no torch.
+command line, `extras.schema_writer` for the JSON Schema that editors read. Imports no torch.
 """
 
 import dataclasses

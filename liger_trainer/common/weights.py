@@ -211,7 +211,7 @@ def load_merged(load: Callable[..., Any], name: str, **options: Any) -> Any:
     return merged(with_adapter(base, name, options.get("revision")))
 
 
-def with_adapter(model: Any, name: str | Path, revision: str | None = None, trainable: bool = False) -> Any:
+def with_adapter(model: Any, name: str | Path, revision: str | None = None) -> Any:
     """Return a PEFT model: `model` with the whole adapter that was saved in a directory, or lies on a hub.
 
     Where the adapter's file has embeddings of another number of tokens, those of the model are resized.
@@ -224,7 +224,7 @@ def with_adapter(model: Any, name: str | Path, revision: str | None = None, trai
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing adapter keys")
             _fit_vocabulary(model, str(name), revision)
-            return PeftModel.from_pretrained(model, str(name), revision=revision, is_trainable=trainable)
+            return PeftModel.from_pretrained(model, str(name), revision=revision)
     except UserWarning as error:
         missing = re.findall(r"'([^' ]+\.[^' ]+)'", str(error))
         raise ConfigError(

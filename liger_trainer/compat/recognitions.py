@@ -344,15 +344,10 @@ def counts_placeholders(kind: type) -> bool:
     """
     method = inspect.unwrap(getattr(kind, PLACEHOLDER_MASK, None) or nn.Module.forward)
     named = set(inspect.signature(method).parameters)
-    compares = any(name.endswith("features") for name in named)
-    if not compares or not {"input_ids", "inputs_embeds"} <= named or not _takes_images(kind):
-        return False
-    return not takes_item_of(method, "inputs_embeds")
-
-
-def _takes_images(kind: Any) -> bool:
-    names = list(inspect.signature(kind.forward).parameters)
-    return names[1:2] == ["input_ids"] and "pixel_values" in names
+    compares = any(name.endswith("features") for name in named) and {"input_ids", "inputs_embeds"} <= named
+    called = list(inspect.signature(getattr(kind, "forward", nn.Module.forward)).parameters)
+    takes_images = called[1:2] == ["input_ids"] and "pixel_values" in called
+    return compares and takes_images and not takes_item_of(method, "inputs_embeds")
 
 
 PLACEHOLDERS = Recognition(

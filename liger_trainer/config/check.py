@@ -273,7 +273,8 @@ def missing_paths(settings: Mapping[str, Setting], label: str = "") -> Iterator[
             found = Path(value).expanduser()
             if value.startswith(plugins.DEMO):
                 try:
-                    _demo_of(key, value)
+                    demos = plugins.load(plugins.DEMO)
+                    demos.demo_key(value, demos.DEMO_DATASETS if key == "dataset_name" else demos.DEMO_MODELS)
                 except ConfigError as error:
                     yield Finding(setting.place(path), key, str(error))
             elif is_path(value) and not found.exists():
@@ -289,11 +290,6 @@ def missing_paths(settings: Mapping[str, Setting], label: str = "") -> Iterator[
             ):
                 advice = f"merge it first: {shlex.join(['liger-trainer', 'merge', value, 'MERGED'])}"
                 yield Finding(setting.place(path), key, f"{value} is an adapter, no whole model; {advice}.")
-
-
-def _demo_of(key: str, name: str) -> None:
-    demos = plugins.load(plugins.DEMO)
-    demos.demo_key(name, demos.DEMO_DATASETS if key == "dataset_name" else demos.DEMO_MODELS)
 
 
 def _names(key: str, value: Any) -> Iterator[tuple[tuple, str]]:

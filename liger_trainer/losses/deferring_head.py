@@ -137,7 +137,7 @@ def deferred_logits(
     assert module is not None
     partitioned = any(map(is_partitioned, module.parameters()))
     own_forward: Any = without_replacement(module.forward)
-    own_forward = functools.partial(_project_gathered, module, own_forward) if partitioned else own_forward
+    own_forward = gathered(module)(own_forward) if partitioned else own_forward  # ZeRO-3 may have freed the weights
     early = read(module) if outlive and not partitioned else None
 
     def forward(hidden: Tensor, **kwargs):
@@ -179,12 +179,6 @@ def _state_of(module: nn.Module, head: Head) -> Any:
     tensors = [head.weight, *(() if head.bias is None else (head.bias,)), *(x for lora in head.lora for x in lora[:2])]
     merged = [tuple(getattr(m, "merged_adapters", ())) for m in module.modules()]  # PEFT writes into `.data`
     return merged, [(version_of(x), None if isinstance(x, FakeTensor) else x.data_ptr(), x.dtype) for x in tensors]
-
-
-def _project_gathered(module: nn.Module, project: Callable[..., Tensor], hidden: Tensor, **kwargs: Any) -> Tensor:
-    """Run a head's forward on weights that ZeRO-3 may have freed."""
-    with gathered(module):
-        return project(hidden, **kwargs)
 
 
 @contextlib.contextmanager

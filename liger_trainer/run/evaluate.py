@@ -132,7 +132,10 @@ def evaluate(subject: Subject, more: Callable[[Any], dict[str, float]] | None = 
             trainer.remove_callback(ProgressCallback)
         plugins.measure_task(trainer, config, data)
         measured = {**trainer.evaluate(), **(more(trainer) if more else {})}
-        unlearned = _unlearned(trainer) if config.recipe == "distill" else ()
+        unlearned = set()
+        if config.recipe == "distill" and trainer.progress.parameters():
+            # losses that fresh projectors are part of: only checkpoints keep the trained ones
+            unlearned = {"loss", *(f"loss/{term.type}" for term in trainer.args.loss_plan().of("hidden"))}
     metrics = {name.removeprefix("eval_"): value for name, value in measured.items() if isinstance(value, float)}
     metrics = {name: value for name, value in metrics.items() if name not in unlearned}
     # JSON has no NaN, and a table with one looks like a result.
@@ -142,13 +145,6 @@ def evaluate(subject: Subject, more: Callable[[Any], dict[str, float]] | None = 
     model = str(subject.weights or config["model_name_or_path"])
     names = [entry_config["teacher_model_name_or_path"] for entry_config, _ in teachers.values()]
     return Evaluation(subject.name, config.recipe, model, ", ".join(names) or None, metrics, data.facts)
-
-
-def _unlearned(trainer: Any) -> list[str]:
-    """Name the losses that fresh projectors are part of: only checkpoints keep the trained ones."""
-    if not trainer.progress.parameters():
-        return []
-    return ["loss", *(f"loss/{term.type}" for term in trainer.args.loss_plan().of("hidden"))]
 
 
 def _for_evaluation(config: "RunConfig", folder: str) -> "RunConfig":
@@ -194,9 +190,8 @@ def _trainer(
     subject: Subject, config: "RunConfig", data: RunData, base: ModelFiles, files: ModelFiles, teachers: dict[str, str]
 ) -> Any:
     args = config.training_args()
-    cached = (
-        config.recipe == "distill" and config["teacher"] == "cache"
-    )  # a cache is compared with the training rows too
+    # a cache is compared with the training rows too
+    cached = config.recipe == "distill" and config["teacher"] == "cache"
     with config.refusals("the evaluation"):
         common: dict[str, Any] = {
             "args": args, "train_dataset": data.train if cached else data.test, "eval_dataset": data.test,
@@ -223,16 +218,11 @@ def signed_confidence(logits: Tensor, labels: Tensor) -> Tensor:
     """
     # Prompt learning puts positions in front that have no label.
     logits = logits[:, -labels.shape[1] :]
-    confident = torch.stack([_confidence(row) for row in logits[:, :-1]])
+    wide = (row.float() for row in logits[:, :-1])  # row by row: a whole batch would take too much memory
+    confident = torch.stack([(row.amax(-1) - row.logsumexp(-1)).exp() for row in wide])
     target = labels[:, 1:].to(logits.device)
     right = logits[:, :-1].argmax(-1) == target
     return torch.where(target == -100, 0.0, torch.where(right, confident, -confident))
-
-
-def _confidence(logits: Tensor) -> Tensor:
-    """Return the top-1 probabilities (length,) of one row: a whole batch in fp32 would take too much memory."""
-    wide = logits.float()
-    return (wide.amax(-1) - wide.logsumexp(-1)).exp()
 
 
 def _calibration(predictions: Any) -> dict[str, float]:

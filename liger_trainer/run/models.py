@@ -33,7 +33,7 @@ from ..config.conflicts import is_sharded
 from ..config.schema import built_in_configs
 from ..errors import ConfigError
 from ..losses.plan import plan_of
-from ..plugins import DEMO, load
+from ..plugins import DEMO
 from ..teachers.config import OF_ONE_TEACHER, entries_of
 from ..teachers.vocabulary import Vocabulary, compare_tokenizers, teacher_tokenizer, tokenizer_of
 from ..trainers.chat_template import check_chats
@@ -234,10 +234,12 @@ def check_names(config: "RunConfig", path: str, model_config: PreTrainedConfig |
     last = sorted({last for name in modules if not (last := name.rpartition(".")[2]).isdigit()})
     for key, names in named.items():
         for name in [names] if isinstance(names, str) else names:
-            there = _matches if isinstance(names, str) else _ends_with  # text is a pattern
-            if not any(there(name, module) for module in modules):
-                hint = did_you_mean(name, ["all-linear", *last]) or f" It has {', '.join(last)}."
-                raise config.error(key, f"{path} has no module called {name!r}.{hint}")
+            with contextlib.suppress(re.error):  # text is a pattern, and may be none
+                pattern = name if isinstance(names, str) else rf"(.*\.)?{re.escape(name)}"
+                if any(re.fullmatch(pattern, module) for module in modules):
+                    continue
+            hint = did_you_mean(name, ["all-linear", *last]) or f" It has {', '.join(last)}."
+            raise config.error(key, f"{path} has no module called {name!r}.{hint}")
 
 
 _MODULES = "lora_target_modules", "lora_modules_to_save"
@@ -251,17 +253,6 @@ def config_at_hand(config: "RunConfig") -> PreTrainedConfig | None:
         return AutoConfig.from_pretrained(path, revision=config["model_revision"] or "main", local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError):  # what is wrong with it is said where it is needed
         return None
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error:
-        return False
-
-
-def _ends_with(name: str, module: str) -> bool:
-    return f".{module}".endswith(f".{name}")
 
 
 def _template_text(config: "RunConfig") -> str | None:
@@ -323,11 +314,10 @@ def load_base(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
         ConfigError: missing or broken weights, an option that this model or installation does not know.
     """
     model = load_weights(config, files)
-    if not config.drops_layers():
-        return model
-    return load("keep_layers").drop_layers(
-        model, keep_every_nth=config["keep_every_nth_layer"], keep=config["keep_layers"]
-    )
+    if config.drops_layers():
+        kept = {"keep_every_nth": config["keep_every_nth_layer"], "keep": config["keep_layers"]}
+        model = plugins.load("keep_layers").drop_layers(model, **kept)
+    return model
 
 
 def load_original(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:

@@ -90,7 +90,10 @@ class MeasureBefore(TrainerCallback):
         checkpoint = self.trainer.resumed_from
         if checkpoint is None:
             return None
-        text = on_first_rank(self.trainer.is_world_process_zero(), lambda: _text_of(checkpoint / BEFORE))
+        stored = checkpoint / BEFORE
+        text = on_first_rank(
+            self.trainer.is_world_process_zero(), lambda: stored.read_text("utf-8") if stored.is_file() else None
+        )
         if text is None:
             if self.trainer.is_world_process_zero():
                 warnings.warn(
@@ -103,10 +106,6 @@ class MeasureBefore(TrainerCallback):
         content = json.loads(text)
         content.pop("drafts", None)  # of checkpoints of earlier versions
         return Measurement(**content)
-
-
-def _text_of(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
 def train(

@@ -108,16 +108,13 @@ def _check_adapters(student: Any) -> None:
             )
     if any(getattr(module, "merged_adapters", None) for module in student.modules()):
         raise ConfigError("teacher: self needs adapters that are apart from the weights: call unmerge_adapter() first.")
-    moving = [name for name, p in student.named_parameters() if p.requires_grad and not _is_adapters(student, name)]
+    # parts of the names of adapters, and of their copies of modules
+    parts = (f".{student.base_model.prefix}", ".modules_to_save.", ".token_adapter.", ".trainable_tokens_")
+    trained = [name for name, p in student.named_parameters() if p.requires_grad]
+    moving = [name for name in trained if not any(part in f".{name}" for part in parts)]
     if moving:
         raise ConfigError(
             f"teacher: self is the model without adapters, but its own weights are trained too: {moving[0]}"
             f"{f' and {len(moving) - 1} more' if len(moving) > 1 else ''}. The teacher would change with the student. "
             'Freeze them (LoRA: bias="none"), or load the base as a separate teacher.'
         )
-
-
-def _is_adapters(student: Any, name: str) -> bool:
-    """Return whether a parameter belongs to an adapter, or to its copy of a module."""
-    return any(part in f".{name}" for part in (f".{student.base_model.prefix}", ".modules_to_save.", ".token_adapter.",
-                                               ".trainable_tokens_"))  # fmt: skip

@@ -73,16 +73,13 @@ def _drawing(processor: Any) -> dict[str, Any]:
     return {**plain, "chat_template": None, "image_processor": processor.image_processor.to_dict()}
 
 
-def image_collator_of_trl() -> Any:
-    """Return TRL's class of collators of rows with images; None where nobody has imported it, so that none is one."""
-    return getattr(sys.modules.get("trl.trainer.sft_trainer"), "DataCollatorForVisionLanguageModeling", None)
-
-
 def collator_of_images(collator: Any) -> "DataCollatorForVisionLanguageModeling | None":
     """Return TRL's collator of images, which others may have been put around; None where there is none."""
     while hasattr(collator, "collator"):
         collator = collator.collator
-    return collator if isinstance(collator, image_collator_of_trl() or ()) else None
+    # where nobody has imported TRL's module, none is one
+    theirs = getattr(sys.modules.get("trl.trainer.sft_trainer"), "DataCollatorForVisionLanguageModeling", ())
+    return collator if isinstance(collator, theirs) else None
 
 
 @dataclass

@@ -81,7 +81,9 @@ class Decoder:
         most = min(most_tokens or settings.max_new_tokens, settings.max_new_tokens)
         completions: list[Tokens] = []
         with (
-            seeded(seed, device), in_eval_mode(model), no_router_logits(model), nothing_by_default(model),
+            seeded(seed, device), in_eval_mode(model), no_router_logits(model),
+            # or it would take what the settings leave open from the model's own, such as beams or a penalty
+            replaced(base_of(model), generation_config=GenerationConfig()),
             _gathered(model) if self._gathers else contextlib.nullcontext(), torch.no_grad(), self._autocast(),
         ):  # fmt: skip
             rollouts = self._rollouts_of(model, settings, device)
@@ -175,14 +177,6 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def nothing_by_default(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Have `generate` do what its settings say and no more.
-
-    What they leave open it would take from the model's own generation config, such as beams or a penalty.
-    """
-    return replaced(base_of(model), generation_config=GenerationConfig())
 
 
 @contextlib.contextmanager

@@ -30,7 +30,9 @@ def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, A
         if function is None or not isinstance(dataset, Dataset | IterableDataset):
             if not (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
                 _check_columns(dataset, text_field)
-                dataset = _as_python(dataset)
+                # rows that come as arrays or frames, as lists and texts; a transform stays, which TRL refuses
+                if isinstance(dataset, Dataset) and dataset.format["type"] not in (None, "custom"):
+                    dataset = dataset.with_format(None, columns=dataset.format["columns"])
             return in_messages(dataset, text_field, prompt)
         return _formatted(dataset, function, text_field)
 
@@ -112,13 +114,6 @@ def _check_tokens(dataset: Any) -> None:
         raise uneven_labels(f"row {row}", tokens[row], labels[row])
 
 
-def _as_python(dataset: Any) -> Any:
-    """Return rows that come as arrays or frames as lists and texts; a transform stays, which TRL refuses."""
-    if not isinstance(dataset, Dataset) or dataset.format["type"] in (None, "custom"):
-        return dataset
-    return dataset.with_format(None, columns=dataset.format["columns"])
-
-
 def _columns_read(have: set[str], text_field: str) -> set[str]:
     """Return which columns of rows with these are read."""
     for names in (("prompt", "completion"), ("messages", "system"), ("conversations", "system")):
@@ -127,19 +122,7 @@ def _columns_read(have: set[str], text_field: str) -> set[str]:
     return {text_field} if text_field in have else have & {*ALPACA, *ALPACA_OPTIONAL}
 
 
-_NO_TEXT = (
-    "int",
-    "uint",
-    "float",
-    "bool",
-    "decimal",
-    "timestamp",
-    "date",
-    "time",
-    "duration",
-    "binary",
-    "large_binary",
-)
+_NO_TEXT = tuple("int uint float bool decimal timestamp date time duration binary large_binary".split())
 
 
 def _check_column(dataset: Any, name: str, plain: bool) -> None:

@@ -42,16 +42,10 @@ _NEEDS_TEXT_TO_TEACH = {
 }
 
 
-def has_images(dataset: Any) -> bool:
-    """Return whether the rows of a dataset have images, by the names of its columns."""
-    if not isinstance(dataset, Dataset | IterableDataset):  # TRL's refusal names the type
-        return False
-    return not set(COLUMNS).isdisjoint(column_names(dataset))
-
-
 def check_settings(dataset: Any, args: Any) -> None:
     """Raise ConfigError for a setting that rows with images cannot have, or that rows without them have no use for."""
-    if has_images(dataset):
+    known = isinstance(dataset, Dataset | IterableDataset)  # of other rows TRL's refusal names the type
+    if known and not set(COLUMNS).isdisjoint(column_names(dataset)):
         for name, reason in _NEEDS_TEXT.items():
             if getattr(args, name, None):
                 raise ConfigError(f"{name} does not go with rows that have images: {reason}.")

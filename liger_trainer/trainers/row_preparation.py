@@ -230,7 +230,9 @@ class RowPreparation:
         facts, places = count_rows(tokenized, *kept_length(args, packing))
         kept = tokenized if len(places) == len(tokenized) else tokenized.select(places)
         self.facts[dataset_name] = facts
-        self._trainer.read_rows(tokenized, kept, dataset_name, kept_tokens(args, packing))
+        length, mode = kept_length(args, packing)
+        part = slice(-length, None) if length is not None and mode == "keep_end" else slice(length)
+        self._trainer.read_rows(tokenized, kept, dataset_name, part)
         if not len(kept):
             raise DataError(
                 f"No row of the {dataset_name} dataset has a supervised token within max_length={args.max_length}: "
@@ -328,12 +330,6 @@ def kept_length(args: Any, packing: bool) -> tuple[int | None, str]:
     # Packing by best fit cuts ends off, whatever truncation_mode says; the other ways of packing cut nothing off.
     uncut = packing and args.packing_strategy != "bfd"
     return None if uncut else args.max_length, "keep_start" if packing else args.truncation_mode
-
-
-def kept_tokens(args: Any, packing: bool) -> slice:
-    """Return which tokens of a row are kept."""
-    length, mode = kept_length(args, packing)
-    return slice(-length, None) if length is not None and mode == "keep_end" else slice(length)
 
 
 @dataclass(frozen=True)

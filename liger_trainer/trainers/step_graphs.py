@@ -147,17 +147,13 @@ def _why_no_graphs(trainer: TrainerHost) -> str | None:
     reasons = {
         f"the device is {args.device.type}": args.device.type != "cuda",
         "FSDP1 moves weights": plugin is not None and plugin.fsdp_version == 1,
-        "FSDP keeps weights in CPU memory": plugin is not None and _offloads(plugin),
+        "FSDP keeps weights in CPU memory": plugin is not None and isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "DeepSpeed moves weights": trainer.is_deepspeed_enabled,
         "tensor parallelism splits layers": trainer.get_tp_size() > 1,
         "torch_compile makes its own graphs": args.torch_compile,
         "activation_offloading moves what layers keep": getattr(args, "activation_offloading", False),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def _offloads(plugin: Any) -> bool:
-    return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
 # A graph is recorded for a shape, so batches get few shapes: packed rows one, padded rows sixteen, sampled rows, which

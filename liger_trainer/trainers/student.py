@@ -118,7 +118,11 @@ def patched_sft_module(args: Any, model: Any) -> AbstractContextManager[None]:
     Raises:
         ConfigError: torch.compile has wrapped the model.
     """
-    check_not_compiled(model)
+    if isinstance(model, nn.Module) and is_compiled(model):  # the layers below could not be replaced
+        raise ConfigError(
+            f"model: expected the model itself, got the {type(model).__name__} that torch.compile has put around it. "
+            "Give the model, and set torch_compile=True or call model.compile()."
+        )
     allowed = getattr(args, "allow_missing_weights", False)
 
     def load(name: str, **options: Any) -> Any:
@@ -133,15 +137,6 @@ def patched_sft_module(args: Any, model: Any) -> AbstractContextManager[None]:
     if hasattr(sft_trainer, "BaseTunerLayer"):  # only the check of lm_head reads it there, and finds no instance of it
         changes["BaseTunerLayer"] = type("NoLayer", (), {})
     return replaced(sft_trainer, **changes)
-
-
-def check_not_compiled(model: Any) -> None:
-    """Raise ConfigError for what torch.compile has put around a model: the layers below could not be replaced."""
-    if isinstance(model, nn.Module) and is_compiled(model):
-        raise ConfigError(
-            f"model: expected the model itself, got the {type(model).__name__} that torch.compile has put around it. "
-            "Give the model, and set torch_compile=True or call model.compile()."
-        )
 
 
 def check_trains(model: Any) -> None:

@@ -18,11 +18,6 @@ from ...kernels.qk_norm_rope import qk_norm_rope
 from .norms import NormRule
 
 
-def is_watched(module: nn.Module) -> bool:
-    """Whether hooks see what a module takes and returns, or offload its weights when it has returned."""
-    return is_hooked(module) or accelerate_hook(module) is not None
-
-
 @dataclass(eq=False)
 class _Pending:
     """The norm's input, and its output once something has needed it: all views share it."""
@@ -185,8 +180,8 @@ def deferring_forward(rule: NormRule) -> Callable[[nn.Module, Tensor], Any]:
     """Return a forward for a norm of queries or keys whose attention rotates them right after."""
 
     def forward(module: nn.Module, hidden_states: Tensor):
-        # torch.compile fuses the two steps itself; a hook wants to see a tensor
-        if torch.compiler.is_compiling() or is_watched(module):
+        # torch.compile fuses the two steps itself; a hook wants to see a tensor, or offloads the weights after the call
+        if torch.compiler.is_compiling() or is_hooked(module) or accelerate_hook(module) is not None:
             return rule(module, hidden_states, widens=False)
         return DeferredNorm.of(hidden_states, module, rule)
 

@@ -198,8 +198,9 @@ def patch_stacked_experts(
     inner: set[nn.Module] = set()  # of a wrapper that comes before
     for module in model.modules():
         chain = _chain(module)
-        wrapped = len(chain) > 1
-        if module in inner or not (wrapped or _is_frozen(module)):
+        wrapped, weights = len(chain) > 1, [own_parameters(module).get(name) for name in PARAMETERS]
+        frozen = all(weight is not None and not weight.requires_grad for weight in weights)
+        if module in inner or not (wrapped or frozen):
             continue
         inner.update(chain[1:])
         replaced = GATE in vars(chain[-1]) and chain[-1] not in replacements
@@ -243,11 +244,6 @@ def _chain(module: nn.Module) -> list[Any]:
     while isinstance(chain[-1], ParamWrapper):
         chain.append(chain[-1].base_layer)
     return chain
-
-
-def _is_frozen(module: nn.Module) -> bool:
-    weights = [own_parameters(module).get(name) for name in PARAMETERS]
-    return all(weight is not None and not weight.requires_grad for weight in weights)
 
 
 def stacked_forward(rule: ExpertsRule) -> Callable[..., Tensor]:
@@ -363,7 +359,8 @@ def _factor(wrapper: Any, name: str, transposed: bool) -> tuple[Tensor, Tensor]:
 
 def prove_stacked(module: nn.Module) -> ExpertsRule | str | None:
     """Return the rule that holds for stacked experts, why none does, or None if these are no such experts."""
-    module = _without_parametrizations(module)
+    if "parametrizations" in own_children(module):  # torch made it another class to quantise its weights: the former
+        module = without_child(module, "parametrizations", type(module).__bases__[0])
     gate = prove_gate(module)
     if gate is None or isinstance(gate, str):
         return gate
@@ -381,13 +378,6 @@ def prove_stacked(module: nn.Module) -> ExpertsRule | str | None:
     if not _is_theirs(module):
         return _foreign(module)
     return _stacked_disproof(module, rule) or rule
-
-
-def _without_parametrizations(module: nn.Module) -> nn.Module:
-    """Return a module of its former class, where torch has made it another to parametrise (quantise) its weights."""
-    if "parametrizations" not in own_children(module):
-        return module
-    return without_child(module, "parametrizations", type(module).__bases__[0])
 
 
 def _is_theirs(module: nn.Module) -> bool:

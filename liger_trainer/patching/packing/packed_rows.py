@@ -126,7 +126,9 @@ def _convolving(model: Any, count: int) -> Iterator[nn.Module]:
 
 
 def _why_layers_mix(model: Any, config: Any, kinds: str, by_lengths: bool) -> str | None:
-    guarded = [f for place in {type(m).__module__ for m in model.modules()} for f in _guarded(sys.modules.get(place))]
+    # functions of modelling files for which transformers takes a kernel, or refuses packed rows
+    files = [sys.modules[name] for name in {type(m).__module__ for m in model.modules()} if name in sys.modules]
+    guarded = [value for file in files for value in vars(file).values() if is_guarded_kernel(value)]
     if config.model_type not in _HAND_OVER or not guarded:
         return f"its layers of type {kinds} take no lengths of documents"
     missing = sorted({lack for f in guarded if (lack := missing_for(model, f, by_lengths)) is not None})
@@ -137,13 +139,6 @@ def _why_layers_mix(model: Any, config: Any, kinds: str, by_lengths: bool) -> st
             "patched model)"
         )
     return None
-
-
-def _guarded(module: Any) -> Iterator[Any]:
-    """Yield the functions of a modelling file for which transformers takes a kernel, or refuses packed rows."""
-    for value in vars(module).values() if module is not None else ():
-        if is_guarded_kernel(value):
-            yield value
 
 
 # Attention over rows of which each rank has a slice: Ulysses (Jacobs et al. 2023, arXiv:2309.14509), by DeepSpeed.
