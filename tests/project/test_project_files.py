@@ -115,7 +115,9 @@ def test_nothing_installs_the_package_from_an_index():
              if path.suffix in (".md", ".ipynb", ".py", ".yaml")}  # fmt: skip
     assert len(texts) > 200
     named = r"(?:pip3?|uv|uv pip|pipx) (?:install|add) [^\n&]*?(?<![/\w])[\"']?liger[-_]trainer(?![-\w/])"
-    assert [path for path, text in texts.items() if re.search(named, text)] == []
+    wrapped = r"(?<!`)`[^`]+`(?!`)"  # a command in prose may go on in the next line
+    joined = {path: re.sub(wrapped, lambda code: code[0].replace("\n", " "), text) for path, text in texts.items()}
+    assert [path for path, text in joined.items() if re.search(named, text)] == []
 
 
 def test_the_matrix_begins_at_the_oldest_python():
