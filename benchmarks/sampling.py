@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from .measure import Spread, explain, release_memory
+from .measure import Roofline, Spread, Stopwatch, explain, release_memory
 from .report import join_versions, matching, provenance, slug, table, without_output, write
 from .shapes import random_model
 
@@ -135,17 +135,6 @@ def bound(model: Any, work: Workload, few: int, bandwidth: float) -> float:
     return (weights + kept) / bandwidth
 
 
-def copy_bandwidth(device: str) -> float:
-    """Return bytes a second of a copy, read and written."""
-    x = torch.empty(2**30 if device == "cuda" else 2**24, dtype=torch.uint8, device=device)
-    y, seconds = torch.empty_like(x), []
-    for _ in range(10):
-        begin = _clock(device)
-        y.copy_(x)
-        seconds.append(_clock(device) - begin)
-    return 2 * x.nbytes / min(seconds)
-
-
 def _clock(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -218,7 +207,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     providers = matching(options.providers, list(PROVIDERS), "provider", parser)
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     work = Workload(3, 5, 9) if options.tiny else Workload(options.rows, options.prompt, options.new)
-    bandwidth, until = copy_bandwidth(options.device), time.monotonic() + options.time_limit
+    device = torch.device(options.device)
+    bandwidth = 1e9 * Roofline.measure(Stopwatch(device), device).copy_gbs
+    until = time.monotonic() + options.time_limit
     command = shlex.join(["python", "-m", "benchmarks.sampling", *without_output(arguments)])
     header = {
         **provenance(PACKAGES), "command": command,

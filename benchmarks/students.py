@@ -56,7 +56,6 @@ GEMMA_TURNS = (  # a base model has no chat template; this is the one of its fam
 )
 PACKAGES = ("torch", "triton", "transformers", "trl", "reasoning-gym")
 WARMUP = 0.05  # share of a training's time in which the learning rate rises
-LENGTHENING = 0.6  # share of it in which completions become longer
 MEASURING = 45.0  # seconds, about, before and after a wave's trainings
 METRICS = {
     "exact_match": ("exact match", 3, 1),
@@ -81,15 +80,12 @@ class Way:
     Attributes:
         first: settings of a run in the first half of the time, from which it goes on; empty: there is none. What the
             second takes to load is in the time too, so that all trainings end at one moment.
-        first_tokens: of a completion at first; their number grows with the time, until LENGTHENING of it is over, as a
-            schedule of max_completion_length grows with the steps.
     """
 
     title: str
     settings: tuple[str, ...] = ()
     rows: str = "tasks"
     first: tuple[str, ...] = ()
-    first_tokens: int | None = None
 
 
 BASE, TOKENS = "fine_tuned", "max_completion_length=40"
@@ -106,7 +102,6 @@ WAYS = {
     "mixed": Way("half of the batches on-policy: JSD", ("~losses", "beta=0.5", "lmbda=0.5", TOKENS)),
     "tuned_first": Way("half of the time fine-tuned, then on-policy", LATER, first=FINE_TUNING),
     "distilled_first": Way("half of the time forward KL, then on-policy", LATER, first=KL),
-    "prefix": Way("on-policy, from 4 tokens to all in the first 60 % of the time", ON_POLICY, first_tokens=4),
     "cache": Way("forward KL from a cache of 64 tokens", CACHE),
     "answers": Way("fine-tuned on the teacher's samples", FINE_TUNING, rows="answers"),
 }
@@ -221,18 +216,6 @@ class BySteps(ByTime):
         super().on_step_end(args, state, control, **kwargs)
 
 
-class Longer(TrainerCallback):
-    """Has a trainer sample longer completions with the time of a clock, from `first` tokens on."""
-
-    def __init__(self, trainer: Any, clock: ByTime, first: int):
-        self.trainer, self.clock, self.first, self.last = trainer, clock, first, trainer.max_completion_length
-        trainer.max_completion_length = first
-
-    def on_step_end(self, args, state, control, **kwargs):
-        share = min(1.0, self.clock.share() / LENGTHENING)
-        self.trainer.max_completion_length = math.ceil(self.first + (self.last - self.first) * share)
-
-
 class StudentWorker:
     """Makes, trains and measures students. What it prints goes to a log in the folder."""
 
@@ -298,7 +281,7 @@ class StudentWorker:
             runs = setup.runs(way, seed)
             for until, settings in runs:
                 clock = setup.clock(until, len(runs), wait, start)
-                training = run_by_clock(config := read(CONFIG, settings), clock, WAYS[way].first_tokens)
+                training = run_by_clock(config := read(CONFIG, settings), clock)
                 start, output = clock.start, Path(config["output_dir"])
                 facts = {key: facts.get(key, 0) + training[key] for key in ("steps", "tokens", "seconds")}
                 facts |= {key: training[key] for key in ("parameters", "peak_memory_mib")}
@@ -333,15 +316,13 @@ def command(*words: str) -> None:
             raise RuntimeError(f"liger-trainer {words[0]} ended with exit code {end.code}") from None
 
 
-def run_by_clock(config: Any, clock: ByTime, first_tokens: int | None = None) -> dict[str, Any]:
+def run_by_clock(config: Any, clock: ByTime) -> dict[str, Any]:
     """Run a configuration's recipe until the time is over; return the facts about its training."""
     recipe = import_module(f"liger_trainer.recipes.{config.recipe}")
 
     def load_trainer(*args: Any, load: Any = recipe.load_trainer, **kwargs: Any) -> Any:
         trainer = load(*args, **kwargs)
         trainer.add_callback(clock)
-        if first_tokens is not None:
-            trainer.add_callback(Longer(trainer, clock, first_tokens))
         return trainer
 
     with mock.patch.object(recipe, "load_trainer", load_trainer):
