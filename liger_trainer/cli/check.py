@@ -6,15 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common.console import visible
 from ..errors import ConfigError
 from ._shared import AsJson, Config, Overrides, checked, show_notices
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..config.run_config import RunConfig
-    from ..extras.preview import SeenRow
 
 
 def validate(config: Config, overrides: Overrides = None) -> None:
@@ -111,11 +107,6 @@ def schema(
         typer.echo(shipped_text(), nl=False)
 
 
-# `preview`: rows as the model will see them, supervised tokens coloured.
-SUPERVISED, OTHER = "bold green", "dim"
-MARKS = ("⟦", "⟧")  # marks around supervised text if there are no colours
-
-
 def preview(
     config: Config,
     overrides: Overrides = None,
@@ -126,6 +117,7 @@ def preview(
     from rich.console import Console
 
     from ..extras.preview import preview as prepare
+    from ..extras.preview import print_row
     from ..run.data.datasets import load_run_datasets
     from ..run.models import check_student, open_model, with_processor
     from ..run.results import print_data, print_rows
@@ -142,29 +134,9 @@ def preview(
     if seen.facts:  # rows with images are prepared batch by batch, and not counted
         print_rows(console, seen.facts)
     for row in seen.rows:
-        _print(console, row)
+        print_row(console, row)
     if settings.recipe == "distill" and (settings["lmbda"] or settings["seq_kd"]):
         told = "In training completions are sampled too (lmbda, seq_kd); these are the rows' own."
         if data.facts.form == "prompt":
             told = "In training completions are sampled for these prompts (lmbda, seq_kd)."
         console.print(f"\n{told}", style="yellow")
-
-
-def _print(console: "Console", row: "SeenRow") -> None:
-    from rich.text import Text
-
-    told = f"{row.place}: {row.tokens:,} tokens, {row.supervised:,} supervised"
-    if row.tokens_cut:
-        told += f"; {row.tokens_cut:,} beyond max_length, {row.supervised_cut:,} of them supervised"
-    console.print(Text(f"\n── {told}", "cyan"), soft_wrap=True)
-    # Without colours, as in a pipe, supervised text needs marks to be seen.
-    colours = console.color_system is not None and not console.no_color
-    for number, document in enumerate(row.documents):
-        if number:
-            console.print(Text(f"── document {number + 1}", "cyan"))
-        text = Text()
-        for piece in document:
-            shown = visible(piece.text)
-            marked = shown if colours or not piece.supervised else shown.join(MARKS)
-            text.append(marked, SUPERVISED if piece.supervised else OTHER)
-        console.print(text, soft_wrap=True)

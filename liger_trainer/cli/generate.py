@@ -4,15 +4,12 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..common.signals import handling, interrupt
 from ._shared import out_of_memory, quieten
-
-if TYPE_CHECKING:
-    from ..extras.generate.run import Generated
 
 TAKES_LESS = (
     "What takes less: dtype=bfloat16, or a new folder with a smaller batch_size, max_new_tokens or max_prompt_tokens."
@@ -38,6 +35,7 @@ def generate(
     options = read_options(settings or [])
     quieten()
     from ..extras.generate.run import generate as run
+    from ..extras.generate.run import print_generated
 
     output_dir = output_dir.expanduser()
     try:
@@ -46,7 +44,7 @@ def generate(
     except KeyboardInterrupt:
         typer.echo("liger-trainer: interrupted. What was sampled is kept; the same command continues.", err=True)
         raise typer.Exit(130) from None
-    _print(output_dir, generated)
+    print_generated(output_dir, generated)
 
 
 @contextlib.contextmanager
@@ -60,25 +58,3 @@ def _progress() -> Iterator[Callable[[int, int | None], None]]:
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("rows", total=None)
         yield lambda rows, asked: bar.update(task, completed=rows, total=asked)
-
-
-def _print(path: Path, generated: "Generated") -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from ..extras.generate.sieve import FILTERS
-
-    console = Console(highlight=False)
-    if generated.dropped:
-        table = Table("dropped", "samples", "why", "the first of them")
-        for name, why in FILTERS.items():
-            if name in generated.dropped:
-                example = Text(generated.examples[name])  # no markup: a model wrote it
-                table.add_row(name, f"{generated.dropped[name]:,}", why, example)
-        console.print(table)
-    rows = f"{generated.rows:,} rows of {generated.samples:,} samples ({generated.tokens:,} tokens)"
-    console.print(f"{rows}: {path / 'train.jsonl'}", soft_wrap=True)
-    if generated.asked is not None and generated.rows < generated.asked:
-        console.print(f"{generated.asked:,} rows were asked for; sampling ended before there were so many.")
-    console.print(f"Train on them: dataset_name: {path}", soft_wrap=True)

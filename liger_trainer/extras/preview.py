@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
+from rich.console import Console
+from rich.text import Text
 
+from ..common.console import visible
 from ..losses.model_parts import placeholder_ids
 from ..trainers.images import ImageCollator
 from ..trainers.row_preparation import Preparation
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from ..run.data.datasets import RunData
     from ..run.models import ModelFiles
 
+SUPERVISED, OTHER = "bold green", "dim"
+MARKS = ("⟦", "⟧")  # around supervised text if there are no colours
 ROW = "liger_trainer_row"  # a column that travels through the preparation: the row's index in the dataset
 
 EXACT = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -146,3 +151,22 @@ def _pieces(tokenizer: Any, ids: list[int], supervised: list[bool]) -> Iterator[
         piece = tokenizer.decode(ids[start:end], **EXACT) if separate else text[len(before) :]
         yield Piece(piece, supervised[start])
         start, before = end, text
+
+
+def print_row(console: Console, row: SeenRow) -> None:
+    """Print a row, its supervised tokens coloured, or between marks where there are no colours."""
+    told = f"{row.place}: {row.tokens:,} tokens, {row.supervised:,} supervised"
+    if row.tokens_cut:
+        told += f"; {row.tokens_cut:,} beyond max_length, {row.supervised_cut:,} of them supervised"
+    console.print(Text(f"\n── {told}", "cyan"), soft_wrap=True)
+    # Without colours, as in a pipe, supervised text needs marks to be seen.
+    colours = console.color_system is not None and not console.no_color
+    for number, document in enumerate(row.documents):
+        if number:
+            console.print(Text(f"── document {number + 1}", "cyan"))
+        text = Text()
+        for piece in document:
+            shown = visible(piece.text)
+            marked = shown if colours or not piece.supervised else shown.join(MARKS)
+            text.append(marked, SUPERVISED if piece.supervised else OTHER)
+        console.print(text, soft_wrap=True)

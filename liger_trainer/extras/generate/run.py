@@ -16,6 +16,9 @@ from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from transformers import AutoTokenizer
 
 from ...common.files import write_atomically, writing_to
@@ -327,3 +330,20 @@ def _cell(text: str) -> str:
     """Return a text for a table's cell: what a model wrote must not end the cell or become HTML."""
     text = " ".join(text.split())
     return "".join("&lt;" if sign == "<" else f"\\{sign}" if sign in "\\|`[*_$!" else sign for sign in text)
+
+
+def print_generated(path: Path, generated: Generated) -> None:
+    """Print what was dropped and why, how many rows were written, and the setting that trains on them."""
+    console = Console(highlight=False)
+    if generated.dropped:
+        table = Table("dropped", "samples", "why", "the first of them")
+        for name, why in FILTERS.items():
+            if name in generated.dropped:
+                example = Text(generated.examples[name])  # no markup: a model wrote it
+                table.add_row(name, f"{generated.dropped[name]:,}", why, example)
+        console.print(table)
+    rows = f"{generated.rows:,} rows of {generated.samples:,} samples ({generated.tokens:,} tokens)"
+    console.print(f"{rows}: {path / 'train.jsonl'}", soft_wrap=True)
+    if generated.asked is not None and generated.rows < generated.asked:
+        console.print(f"{generated.asked:,} rows were asked for; sampling ended before there were so many.")
+    console.print(f"Train on them: dataset_name: {path}", soft_wrap=True)

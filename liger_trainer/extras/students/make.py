@@ -8,15 +8,20 @@ import copy
 import json
 import math
 import os
+import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.table import Table
 from transformers import PreTrainedModel
 
 from ...common.console import announce
 from ...common.files import staged_folder, writing_to
 from ...config.conflicts import STUDENT_KEYS, init_student_conflicts, is_sharded
+from ...config.schema import find_config
+from ...config.yaml_reader import read_settings, setting
 from ...errors import ConfigError, NonFiniteError
 from ...run.data.datasets import RunData, load_run_datasets
 from ...run.launch import versions
@@ -241,3 +246,46 @@ def _compare(
     if wrong:
         raise NonFiniteError(f"the student's {', '.join(wrong)} is not finite: {metrics}. It is not saved.")
     return metrics
+
+
+def print_student(config: "RunConfig", path: Path, record: StudentRecord, student: PreTrainedModel) -> None:
+    """Print each layer with its importance, the metrics, what was narrowed, and the command that trains the student."""
+    console = Console()
+    # By their number in the original, since that is what importances are of.
+    new = {old: index for index, old in enumerate(record.layers_kept)}
+    kinds = getattr(student.config.get_text_config(decoder=True), "layer_types", None)
+    layers = Table(title=f"Layers of {record.teacher}", title_justify="left")
+    for column in ("layer", "importance", "in the student"):
+        layers.add_column(column, justify="right" if column != "in the student" else "left")
+    for index, importance in enumerate(record.layer_importance):
+        kind = f", {kinds[new[index]]}" if kinds and index in new and len(set(kinds)) > 1 else ""
+        state = f"kept as {new[index]}{kind}" if index in new else "dropped"
+        layers.add_row(str(index), f"{importance:.4f}", state, style=None if index in new else "dim")
+    console.print(layers)
+
+    metrics = Table(title="Held-out rows, against the original", title_justify="left")
+    metrics.add_column("metric")
+    metrics.add_column("student", justify="right")
+    for row in DISTILL_ROWS:
+        metrics.add_row(row.title, f"{record.metrics[row.metric]:.{row.digits}f}")
+    console.print(metrics)
+
+    if record.intermediate_size and record.activation_kept:
+        sizes, shares = record.intermediate_size, record.activation_kept
+        console.print(
+            f"MLPs narrowed from {sizes['teacher']} to {sizes['student']} units, which have "
+            f"{min(shares):.1%} to {max(shares):.1%} of a layer's activation.",
+            highlight=False,
+        )
+    before, after = record.parameters["teacher"], record.parameters["student"]
+    console.print(f"{before:,} parameters became {after:,} ({after / before:.0%}): {path}", highlight=False)
+    console.print(f"Train it: {_next_command(config, path)}", highlight=False, soft_wrap=True)
+
+
+def _next_command(config: "RunConfig", path: Path) -> str:
+    """Return the `run` command that trains the student, with the keys that made it removed."""
+    # On the command line they need not be repeated; in the file they would drop layers of the student too.
+    in_file = [key for key in read_settings(*find_config(config.source)).values if key in (*STUDENT_KEYS, CHOICE)]
+    return shlex.join(
+        ["liger-trainer", "run", config.source, setting("model_name_or_path", path), *(f"~{key}" for key in in_file)]
+    )
