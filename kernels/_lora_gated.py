@@ -216,9 +216,7 @@ def backward(
     parts = dh.new_empty(splits, numbers, dtype=torch.float32)
     sizes = (n, columns, span, *strides, *terms.numbers)
     launch = _launch(_backward_kernel, (blocks * splits,), sizes, activation, terms.width, BACKWARD)
-    launch(
-        dh, gate, up, terms.values, g, terms.gate_b, terms.up_b, terms.a, terms.seed, dgate, dup, parts
-    )  # fmt: skip
+    launch(dh, gate, up, terms.values, g, terms.gate_b, terms.up_b, terms.a, terms.seed, dgate, dup, parts)
     return parts.sum(0)
 
 

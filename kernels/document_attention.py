@@ -149,9 +149,7 @@ def _product(a, b, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _scores(
-    q, k, rows, keys, first, scale, softcap, CAP: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr
-):  # fmt: skip
+def _scores(q, k, rows, keys, first, scale, softcap, CAP: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
     """Return scores in base 2, (queries, keys), and what a softcap leaves of the products' gradient."""
     s, slope = transformed(_product(q, tl.trans(k), EXACT), scale, softcap, CAP, True)
     if MASKED:

@@ -181,7 +181,7 @@ def note_tokens(
         return note_tokens_reference(tokens, drawn, slots, latest, counts, lengths, done, ends, most)
     B, block = len(tokens), 64
     launch: Launch = kept_launch(
-        _note_kernel, (triton.cdiv(B, block),), B, drawn.shape[1] - 1, ENDS=len(ends), BLOCK=block, num_warps=2,
-    )  # fmt: skip
+        _note_kernel, (triton.cdiv(B, block),), B, drawn.shape[1] - 1, ENDS=len(ends), BLOCK=block, num_warps=2
+    )
     launch(tokens, drawn, slots, latest, counts, lengths, done.view(torch.int8), ends, most)
     return None

@@ -13,9 +13,7 @@ import sys
 import warnings
 
 # Prints, opens a window or a browser, or takes hold of the terminal on import.
-SIDE_EFFECTS = {
-    "antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "readline", "rlcompleter",
-}  # fmt: skip
+SIDE_EFFECTS = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "readline", "rlcompleter"}
 # Tests, installers, removed modules, and the platform's half of `os` and `os.path` (the same texts twice).
 NOT_DOCUMENTATION = {
     "test", "lib2to3", "distutils", "imp", "ensurepip", "venv", "pydoc_data",

@@ -16,7 +16,7 @@ LARGE_FULL, LARGE_LORA = 2.0, 7.0  # billions of parameters from which on the le
 
 def configuration(
     file: Path, purpose: str, model: str, teacher: str | None, method: str, data: str, billions: float
-) -> str:  # fmt: skip
+) -> str:
     """Return the configuration as YAML, in the values of the built-in ones.
 
     Args:

@@ -369,11 +369,11 @@ def _applied(why: str, function: Callable, args: tuple, kwargs: Any = None) -> A
     versions = {key: version_of(value) for key, value in real.items()}
     result = function(*_exchanged(args, real), **_exchanged(kwargs or {}, real))
     touched = [
-        logits for logits in found
-        if not logits.stored and (
-            version_of(real[id(logits)]) != versions[id(logits)] or _shares(result, real[id(logits)])
-        )
-    ]  # fmt: skip
+        logits
+        for logits in found
+        if not logits.stored
+        and (version_of(real[id(logits)]) != versions[id(logits)] or _shares(result, real[id(logits)]))
+    ]
     for logits in touched:
         if logits.base is None:
             logits.memory.value = real[id(logits)]

@@ -139,7 +139,7 @@ class HiddenPass:
 
     def added_to(
         self, result: BatchLoss, targets: BatchTargets, how: Distillation, partners: Tensor | None = None
-    ) -> BatchLoss:  # fmt: skip
+    ) -> BatchLoss:
         """Return the result of a batch with these terms added.
 
         Args:

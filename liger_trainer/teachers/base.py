@@ -85,9 +85,7 @@ class Teacher(ABC):
         self.check(prepared, name, tokenizer)
         return prepared
 
-    def see_prompts(
-        self, dataset: Any, name: str, read: Callable[[Any], list[list[int]]], *, tokenizer: Any
-    ) -> None:  # fmt: skip
+    def see_prompts(self, dataset: Any, name: str, read: Callable[[Any], list[list[int]]], *, tokenizer: Any) -> None:
         """Look at rows of only prompts, which `read(tokenizer)` makes token ids of, with this tokenizer or its own."""
         return None
 

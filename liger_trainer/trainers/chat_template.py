@@ -302,7 +302,7 @@ def _renderer(row: Any, tokenizer: Any, template: str | None) -> Render:
         with limited(RENDER_SECONDS, RENDER_MIB):
             return tokenizer.apply_chat_template(
                 messages, tools=tools, chat_template=template, tokenize=False, **options
-            )  # fmt: skip
+            )
 
     return rendered
 

@@ -98,7 +98,7 @@ class LigerDistillTrainer(LigerTrainer):
 
     def __init__(
         self, model, teacher_model: GivenTeacher = None, args: Any = None, teacher_processor: Any = None, **kwargs
-    ):  # fmt: skip
+    ):
         # Before LigerTrainer's: its __init__ prepares the rows, which the teacher sees, and puts our loss on the model.
         of_trl = not isinstance(args, LigerDistillConfig)
         if of_trl:

@@ -100,9 +100,7 @@ class FiniteGuard(TrainerCallback):
 
     # what happens in training
 
-    def on_train_begin(
-        self, args, state, control, model=None, optimizer=None, train_dataloader=None, **kwargs
-    ) -> None:  # fmt: skip
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, train_dataloader=None, **kwargs) -> None:
         self._begin()
         self._report = FiniteReport(args, model, optimizer, getattr(train_dataloader, "dataset", None))
         self.skipped = state.stateful_callbacks.get(TRAINER_STATE, {}).get("skipped_steps", 0)

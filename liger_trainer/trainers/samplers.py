@@ -30,9 +30,7 @@ class ModelSampler:
         self._args, self._tokenizer, self._writable = args, tokenizer, writable
         self._decoder = decoder or Decoder(args.sampler)
 
-    def sample(
-        self, model: Any, prompts: Sequence[Tokens], seed: int, most_tokens: int | None = None
-    ) -> list[Tokens]:  # fmt: skip
+    def sample(self, model: Any, prompts: Sequence[Tokens], seed: int, most_tokens: int | None = None) -> list[Tokens]:
         """Sample a completion for each prompt, with the token that ended it.
 
         Args:

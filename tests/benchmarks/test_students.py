@@ -27,7 +27,7 @@ from benchmarks.students import (
     learning_rate_at,
     page,
     read,
-)  # fmt: skip
+)
 
 
 def t_density(x: float, freedom: int) -> float:

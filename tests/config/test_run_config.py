@@ -170,7 +170,7 @@ def test_arguments_are_built_from_the_values(load, tmp_path):
         (["--lora_target_parameters", "experts.up"], "lora_target_parameters", ["experts.up"]),
         (["--lora_modules_to_save", "lm_head"], "lora_modules_to_save", ["lm_head"]),
     ],
-)  # fmt: skip
+)
 def test_one_name_of_a_module_is_a_list_of_one(load, words, key, expected):
     assert getattr(load(NEEDED, "use_peft=true", *words).model_args(), key) == expected
 

@@ -48,9 +48,7 @@ OBJECTIVES = {
     "longer teacher": (MIX, False, 3),
     "lora": (None, False, 0),
 }
-STEPS = [
-    *itertools.product(["fsdp2"], OBJECTIVES), *itertools.product(["kept gathered", "loaded by rank 0"], ["kd"]),
-]  # fmt: skip
+STEPS = [*itertools.product(["fsdp2"], OBJECTIVES), *itertools.product(["kept gathered", "loaded by rank 0"], ["kd"])]
 
 
 def student_of(objective):

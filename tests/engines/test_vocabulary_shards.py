@@ -204,7 +204,7 @@ DIVERGENCE_CASES = {
     "of a smaller vocabulary": {**MIX, "vocab_size": 21, "parts": ("bias",)},
     "unlabelled": {"kind": "jsd", "unlabelled": True, "workspace_mb": 2 * SMALL},
     "of each token": {"kind": "reverse_kl", "recompute": True, "reduction": "none", "ce_weight": 0.2},
-}  # fmt: skip
+}
 
 
 def cases():

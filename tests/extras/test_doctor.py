@@ -23,9 +23,7 @@ OTHERS = ("MoonshineForConditionalGeneration", "T5ForConditionalGeneration", "Ch
 def test_a_model_type():
     report = doctor.diagnose(doctor.config_of("llama"))
     assert report.model == "llama" and not report.left_alone
-    assert report.swapped == {
-        "rope": 32, "RMSNorm": 65, "SwiGLU": 32, "shared input": 64, "fused loss": 1,
-    }  # fmt: skip
+    assert report.swapped == {"rope": 32, "RMSNorm": 65, "SwiGLU": 32, "shared input": 64, "fused loss": 1}
 
 
 def test_the_demo_model_need_not_be_built(tmp_path, monkeypatch):

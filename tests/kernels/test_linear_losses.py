@@ -166,9 +166,9 @@ def test_cross_entropy_is_that_of_the_other_op(fp32, name):
         assert_same(mixed, sums | {x: ce[x] for x in ("log_prob", "entropy", "is_top1")}, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name, options", [
-    ("divergence", {"kind": EACH}), ("sparse", {}), ("sparse", {"kind": EACH}), ("uld", {}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "name, options", [("divergence", {"kind": EACH}), ("sparse", {}), ("sparse", {"kind": EACH}), ("uld", {})], ids=str
+)
 def test_temperature_squared_multiplies_the_divergence(fp32, name, options):
     """Value and gradient; what is measured at temperature 1 stays."""
     loss = EVERY[name]

@@ -161,7 +161,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "by columns": lambda x: x.mT.contiguous().mT,
     "by the second dimension": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "one row expanded": lambda x: x[:1].expand_as(x),
-}  # fmt: skip
+}
 
 
 @of(MANY)

@@ -140,9 +140,7 @@ def test_every_make_command_that_is_named_is_there():
 
 WIDTH = 100
 SKIPPED = {"node_modules", "outputs", "site", "build", "dist"}
-WRITTEN_BY_CODE = {
-    "docs/configs.md", "docs/models.md", "docs/results/reliability.md",
-}  # fmt: skip
+WRITTEN_BY_CODE = {"docs/configs.md", "docs/models.md", "docs/results/reliability.md"}
 
 
 def pages() -> list[str]:

@@ -158,6 +158,6 @@ def test_looking_for_secrets_takes_time_in_proportion_to_the_text(text):
         ("hf_" + "a1" * 17, "<secret>"),
         ("eos_token <eos>, a key of a run, basic authority", "eos_token <eos>, a key of a run, basic authority"),
     ],
-)  # fmt: skip
+)
 def test_secrets_are_known_by_their_form(text, shown):
     assert redact(text) == shown

@@ -85,5 +85,5 @@ def end_of(capsys, *words: str) -> tuple[int, str]:
 
 # A run that distils `student` from the teacher cache in `cache`.
 CACHED_RUN = settings(
-    recipe="distill", teacher="cache", teacher_cache_dir="cache", num_sample_completions=1, max_new_tokens=2,
-)  # fmt: skip
+    recipe="distill", teacher="cache", teacher_cache_dir="cache", num_sample_completions=1, max_new_tokens=2
+)

@@ -60,7 +60,7 @@ SPLITS = [
 QUICK = [
     *((objective, 2) for objective in ("ce", "kd", "mix", "hidden", "on_policy", "seq_kd", "self", "weighted")),
     ("kd", 1),
-]  # fmt: skip
+]
 NOT_COMPARED = ("loss", "grad_norm", "learning_rate", "epoch", "step", "sampled_tokens_per_second")
 ADAPTERS = {
     "self": LoraConfig(init_lora_weights=False),

@@ -74,7 +74,7 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
             "eoi_token_index": ids["<end_of_image>"], "mm_tokens_per_image": 4,
             "text_config": {**TEXT, "head_dim": 8, "sliding_window": 16},
             "vision_config": {**VISION, "image_size": SIDE, "patch_size": 8, "vision_use_head": False},
-        },  # fmt: skip
+        },
         "images": lambda: Gemma3ImageProcessorPil(size=SIZE),
         "processor": {"image_seq_length": 4},
     },

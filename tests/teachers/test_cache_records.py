@@ -112,9 +112,7 @@ def test_draws_become_ids_with_counts():
     log_p = torch.tensor([[-1.0, -2, -1, -1], [-0.1] * 4, [-3.0, -2, -1, -4]])
     top = torch.tensor([7, 5, 42])
     got = form.decode(form.encode_draws(top, Draws(draws, log_p), torch.tensor([-1.0] * 3), torch.tensor([2.0] * 3)))
-    assert entries_of(got) == [
-        {3: 0.25, 7: 0.75}, {5: 1.0}, {1: 0.25, 2: 0.25, 8: 0.25, 9: 0.25},
-    ]  # fmt: skip
+    assert entries_of(got) == [{3: 0.25, 7: 0.75}, {5: 1.0}, {1: 0.25, 2: 0.25, 8: 0.25, 9: 0.25}]
     assert torch.equal(got.top_ids, top.int())
     surprise = torch.tensor([-(0.25 * math.log(0.25) + 0.75 * math.log(0.75)), 0.0, math.log(4)])
     assert torch.allclose(got.unnamed, surprise + log_p.mean(-1), atol=1e-3)

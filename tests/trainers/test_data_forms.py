@@ -47,7 +47,7 @@ FORMS = {
     "experts": ("mixtral", completions, {"gradient_accumulation_steps": 2, "router_aux_loss_coef": 0.2}),
     "experts without aux_loss": ("mixtral", completions, {"router_aux_loss_coef": 0.0}),
     "softcap": ("gemma2", completions, {}),
-}  # fmt: skip
+}
 QUICK = ("completion_only", "packing_bfd", "assistant_only_loss", "accumulation", "evaluation", "lora")
 
 

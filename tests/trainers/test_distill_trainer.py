@@ -300,12 +300,10 @@ def test_wrong_arguments_of_the_trainer():
         ({"teacher_model": small}, "teacher knows 40 tokens, but the student's tokenizer has 64"),
         ({"model": small}, "student knows 40 tokens, but the tokenizer has 64: resize its embeddings"),
         ({"compute_loss_func": lambda *a, **k: 0}, "compute_loss_func would take the place of distillation"),
-    ):  # fmt: skip
+    ):
         usual = {"model": tiny_model(), "teacher_model": other, "args": train_args(LigerDistillConfig)}
         with pytest.raises(ConfigError, match=message):
-            LigerDistillTrainer(
-                **{**usual, **given}, train_dataset=completions(), processing_class=tiny_tokenizer(),
-            )  # fmt: skip
+            LigerDistillTrainer(**{**usual, **given}, train_dataset=completions(), processing_class=tiny_tokenizer())
         assert any(parameter.requires_grad for parameter in adapters.parameters())
     with pytest.raises(DataError, match="No row of the train dataset has a supervised token"):
         distill(data=completions(), max_length=1)

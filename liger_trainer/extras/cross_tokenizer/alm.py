@@ -58,9 +58,7 @@ class AlmAnswer(TeacherAnswer):
             )  # fmt: skip
         # metrics are averaged over all tokens, those outside of spans with 0
         inside = (spans >= 0).to(result.alm.dtype)
-        parts = {
-            "spans/share": inside, "spans/student_nll": -result.log_prob * inside, "spans/teacher_nll": -teacher,
-        }  # fmt: skip
+        parts = {"spans/share": inside, "spans/student_nll": -result.log_prob * inside, "spans/teacher_nll": -teacher}
         return BatchLoss.of_term("alm", how.alm_weight, result, parts)
 
 

@@ -233,9 +233,7 @@ class SpanTeacher(CrossTokenizerTeacher):
             self._ending = _ending(row["input_ids"], runs(row["input_ids"], row["labels"], self.tokenizer)[0])
         return read
 
-    def see_prompts(
-        self, dataset: Any, name: str, read: Callable[[Any], list[list[int]]], *, tokenizer: Any
-    ) -> None:  # fmt: skip
+    def see_prompts(self, dataset: Any, name: str, read: Callable[[Any], list[list[int]]], *, tokenizer: Any) -> None:
         if not isinstance(dataset, Dataset):
             raise ConfigError(f"alm needs the text of all rows at first, and the {name} dataset is streamed.")
         self.student_tokenizer, first = tokenizer, dataset[0]
@@ -353,9 +351,7 @@ class SpanCollator(DocumentCollator):
         sampled: makes the row of token ids and labels that were not prepared; None: they are refused.
     """
 
-    def __init__(
-        self, collator: Any, rows: SpanRows, sampled: Callable[[list[int], list[int]], SpanRow] | None = None
-    ):  # fmt: skip
+    def __init__(self, collator: Any, rows: SpanRows, sampled: Callable[[list[int], list[int]], SpanRow] | None = None):
         super().__init__(
             collator,
             "is none that the trainer prepared, so what the teacher reads in its place is not known. Give its text to "

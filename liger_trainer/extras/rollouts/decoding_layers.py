@@ -115,7 +115,7 @@ class DecodingLayers:
 
     def _looked_up(
         self, module: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *kind: Any, **named: Any
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Return what a rotary embedding returns for positions, out of what it has returned for all of them."""
         key = (module, x.dtype, *kind, *named.values())
         if key not in self._tables:

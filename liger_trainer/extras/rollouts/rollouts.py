@@ -241,7 +241,7 @@ class Rollouts:
 
     def _decode(
         self, prompts: Sequence[Tokens], slots: int, tell: Callable[[Tokens, bool], None] | None
-    ) -> list[Tokens]:  # fmt: skip
+    ) -> list[Tokens]:
         waiting = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))  # rows of like length read together
         free, rows = list(range(slots)), list[int]()
         state = {name: getattr(Step(0, self._device), name) for name in Step.NAMES}

@@ -37,7 +37,7 @@ from ..options import PatchOptions, PatchReport
 from . import linears
 from .linears import gated, is_plain
 from .lora import Ineligible
-from .mlps import (  # fmt: skip
+from .mlps import (
     CASES,
     GATED,
     INNER,

@@ -302,9 +302,7 @@ def random_rows(width: int, dtype: torch.dtype) -> Tensor:
 REMADE = "gate and up made again"
 
 
-def remake_mlps(
-    model: Any, every: int, options: PatchOptions, replacements: Replacements, report: PatchReport
-) -> None:  # fmt: skip
+def remake_mlps(model: Any, every: int, options: PatchOptions, replacements: Replacements, report: PatchReport) -> None:
     """Have MLPs make gate(x) and up(x) again in every n-th of the decoder layers that have such an MLP.
 
     Raises:

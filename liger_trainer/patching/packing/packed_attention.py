@@ -99,9 +99,7 @@ def documents_of(ends: Any, how: dict[str, Any]) -> Documents:
     return before[1]
 
 
-def serves(
-    former: Any, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any], causal: bool = True
-) -> bool:  # fmt: skip
+def serves(former: Any, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any], causal: bool = True) -> bool:
     """Whether our kernel or FlashAttention computes what `former` would.
 
     Args:
@@ -296,7 +294,7 @@ class PackedAttention:
 
     def _is_wide(
         self, former: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, how: dict[str, Any], causal: bool
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Whether sdpa would compute causal attention of whole rows, without a mask, over heads too wide for it."""
         if mask is not None or self.former != "sdpa" or not causal or not 1 < query.shape[2] == key.shape[2]:
             return False
