@@ -7,7 +7,7 @@ computes. `Recomputed` computes the logits again in the backward: it accepts a g
 nothing in between.
 
 An op calls its `LossOp`, which applies one of the two. Their forward calls the loss's `write_rows` for each chunk,
-which launches the kernel. `docs/architecture.md` follows this path from the model on.
+which launches the kernel. `docs/how-it-works.md` follows this path from the trainer on.
 
 One workspace is used again for every chunk of rows. From top to bottom: how large chunks are (`ChunkPlan`,
 `Execution`), the loop (`LinearLoss`), the gradients, and the op (`LossOp`).

@@ -208,9 +208,6 @@ def final_fields(plan: LossPlan) -> dict[str, Any]:
     return {**moved_fields(plan, plan.final()), **share, "measure_jsd": True}
 
 
-# `TeacherAnswer`, the base of every kind of answer that a teacher gives to a batch, and `BatchLoss`.
-
-
 class BatchLoss(NamedTuple):
     """The loss of a batch and its per-token values, (batch * length,), 0 where ignored and without gradient.
 

@@ -180,13 +180,15 @@ def test_whether_both_agree_on_the_likeliest(fp32, monkeypatch):
         ([1, 3, 2, 3], [0, 2, 0, 3], True), ([3, 1, 2, 0], [0, 3, 0, 3], False), ([3, 1, 2, 3], [3, 3, 3, 0], True),
         ([2, 2, 2, 2], [0, 0, 1, 0], True), ([0, 0, 1, 0], [1, 1, 0, 1], False),
     ]  # fmt: skip
-    for vector_bytes, (student, teacher, agree) in itertools.product((4, 16), cases):  # across lanes, and within one
-        monkeypatch.setattr(home("_divergence_kernels", "VECTOR_BYTES"), "VECTOR_BYTES", vector_bytes)
+    # across lanes, within one, and within one from block to block
+    for (vector_bytes, lanes), (student, teacher, agree) in itertools.product(((4, 8), (16, 8), (4, 2)), cases):
+        for name, value in (("VECTOR_BYTES", vector_bytes), ("LANES", lanes)):
+            monkeypatch.setattr(home("_divergence_kernels", name), name, value)
         s, t = (torch.tensor(x, dtype=torch.float32, device=fp32.device)[:, None] for x in (student, teacher))
         for label in range(4):
             got = linear_divergence(one, s, one, t, labels=torch.tensor([label], device=fp32.device))
-            assert got.agrees.item() == agree, (student, teacher, vector_bytes)
-            assert got.is_top1.item() == (student[label] == max(student)), (student, label, vector_bytes)
+            assert got.agrees.item() == agree, (student, teacher, vector_bytes, lanes)
+            assert got.is_top1.item() == (student[label] == max(student)), (student, label, vector_bytes, lanes)
 
 
 def test_a_head_of_both_sides_whose_products_differ_in_dtype(fp32):
