@@ -72,19 +72,24 @@ def test_rows_without_entries_teach_nothing(place, tail):
         assert (largest[1:3] < 1e-6).all(), name
 
 
+def whole_vocabulary(place, temperature):
+    """Return a student, the same with its teacher for linear_divergence, and that teacher's cache with K = V."""
+    n, v = 5, 37
+    student = random_inputs(n, 12, v, dtype=place.dtype, device=place.device, bias=True, ignored=0.2)
+    teacher = random_inputs(n, 9, v, dtype=place.dtype, device=place.device, seed=1)
+    logits = teacher["hidden"] @ teacher["weight"].t()
+    cache = likeliest((logits.double() / temperature).log_softmax(-1), v)
+    return student, student | {f"teacher_{k}": teacher[k] for k in ("hidden", "weight")}, cache
+
+
 @pytest.mark.parametrize("kind", ["forward_kl", *quick_but(OTHERS, "jsd", "skew_reverse_kl", "symmetric_kl", "tvd")])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("order", ["sorted", "vocabulary"])
 def test_whole_vocabulary_gives_the_divergence(place, kind, temperature, order):
     """K = V: no rest, and what linear_divergence gives for the same teacher, whatever rounding left of P."""
-    n, v = 5, 37
-    student = random_inputs(n, 12, v, dtype=place.dtype, device=place.device, bias=True, ignored=0.2)
-    teacher = random_inputs(n, 9, v, dtype=place.dtype, device=place.device, seed=1)
+    student, full, cache = whole_vocabulary(place, temperature)
     options = {"kind": kind, "temperature": temperature, "ce_weight": 0.3, "softcap": 9.0, "beta": 0.3, "alpha": 0.2}
-    full = student | {f"teacher_{k}": teacher[k] for k in ("hidden", "weight")}
     expected = evaluate(linear_divergence, full, **options)
-    logits = teacher["hidden"] @ teacher["weight"].t()
-    cache = likeliest((logits.double() / temperature).log_softmax(-1), v)
     if order == "vocabulary":
         place_of = cache["ids"].argsort(-1)
         cache = {k: x.gather(1, place_of) for k, x in cache.items()}
@@ -100,6 +105,17 @@ def test_whole_vocabulary_gives_the_divergence(place, kind, temperature, order):
         same -= {"d_hidden", "d_weight", "d_bias"}
     assert same >= {"loss", "divergence", "log_prob", "entropy"}
     assert_same(got, {name: expected[name] for name in same}, rtol=tolerance, atol=tolerance)
+
+
+def test_whole_vocabulary_gives_each_term_of_a_mix(fp32):
+    """Of all kinds in one call, and the gradient of their sum."""
+    student, full, cache = whole_vocabulary(fp32, 2.0)
+    weights = {kind: 0.5 + 0.1 * i for i, kind in enumerate(KINDS)}
+    options = {"kind": weights, "temperature": 2.0, "beta": 0.3, "alpha": 0.2}
+    got = evaluate(linear_sparse_divergence, student | cache, **options)
+    expected = evaluate(linear_divergence, full, **options)
+    same = {f"of {kind}" for kind in KINDS} | {"loss", "d_hidden", "d_weight", "d_bias"}
+    assert_same({name: got[name] for name in same}, {name: expected[name] for name in same}, rtol=1e-4, atol=1e-5)
 
 
 def test_largest_k(fp32):

@@ -307,6 +307,7 @@ OPS = [
         "gpt-oss": (both(of_one_length(35), sinks), {"window": 9, "sizes": {"heads": 8, "keys": 1}}),
         "one length": (of_one_length(70), {}), "one length of 7": (of_one_length(7), {"window": 5}),
         "one length of 1": (both(of_one_length(1), sinks), {"softcap": 2.0}),
+        "one length, past a block": (of_one_length(49), {"sizes": {"rows": 49}}),
         "few key heads": (documents(0, 1, 30, 70), {"sizes": {"heads": 6, "keys": 1}}),
         "wide": (documents(0, 50, 70), {"sizes": {"heads": 2, "keys": 1, "width": 260}}),
         "wide, all": (both(of_one_length(35), sinks),
