@@ -24,20 +24,25 @@ def _path(item: pytest.Item) -> tuple[str, torch.dtype | None]:
 
 
 def _pairs(item: pytest.Item) -> set[tuple]:
-    """What a case tries: each two of the op that it is of, its path, and the value of each parameter; and the dtype."""
+    """What a case tries: each two of the op that it is of, its path, and the value of each parameter; and the dtype.
+
+    In 16 bits only the dtype.
+    """
     parameters = {name: id(value) for name, value in item.callspec.params.items() if name not in ("place", "fp32")}
     op = next((parameters.pop(name) for name in TABLES if name in parameters), None)
     op = getattr(item.callspec.params.get("case"), "op", op)
     path, dtype = _path(item)
+    tried = {("dtype", path, dtype, op)}
+    if dtype is not None and dtype.itemsize == 2:  # whose roundings hide an error of 1 %
+        return tried
     values = [("path", path), ("op", op)]
-    pairs = {(first, each) for each in parameters.items() for first in values}
-    return pairs | {tuple(values), ("dtype", path, dtype, op)}
+    return tried | {(first, each) for each in parameters.items() for first in values} | {tuple(values)}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a product of parameters, the default suite runs as many cases as try each value with each op, each value on
-    each path and each op on each path, the kernels' where one must do for both.
+    each path and each op on each path, the kernels' where one must do for both; none of these only in 16 bits.
 
     The rest of the product is slow. Cases of a single parameter are all run, with each path.
     """
