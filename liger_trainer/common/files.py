@@ -19,24 +19,24 @@ BEFORE = "measured_before.json"  # in a checkpoint of a run: its measurement bef
 DEFAULTS = "# Defaults in effect:"  # a line of the config.yaml that a run writes
 
 
-PACKED = ".gz"
+PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 LINES = (".jsonl", ".ndjson")
 TEXT_SUFFIXES = (".json", *LINES, ".csv", ".tsv", ".txt")  # which may be packed
-SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow")
-EXPECTED = f"a file ending in {', '.join(SUFFIXES)}, or, but for the last two, in {PACKED} after that"
-_ENDINGS = (*SUFFIXES, PACKED, ".jinja", ".gguf", ".safetensors")
+SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow", ".feather")
+EXPECTED = f"a file ending in {', '.join(SUFFIXES)}, or, but for the last three, in {', '.join(PACKED)} after that"
+_ENDINGS = (*SUFFIXES, *PACKED, ".jinja", ".gguf", ".safetensors")
 
 
 def kind_of_file(path: Path) -> str:
     """Return how a file's name ends, in small letters: `.jsonl` for rows.jsonl and rows.JSONL.gz."""
     inner = Path(path.stem).suffix.lower()
-    return inner if path.suffix.lower() == PACKED and inner in TEXT_SUFFIXES else path.suffix.lower()
+    return inner if path.suffix.lower() in PACKED and inner in TEXT_SUFFIXES else path.suffix.lower()
 
 
 def is_path(name: str) -> bool:
     """Whether a name can only be a path: a hub id is "name" or "owner/name", and `demo:` and URLs have a colon."""
     # A pattern may match no file here and still be meant for the hub.
-    if ":" in name or "*" in name:
+    if any(sign in name for sign in ":*?["):
         return False
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_ENDINGS)
 
@@ -45,8 +45,8 @@ def hint_of_folder(config: str, name: str) -> str:
     """Say what to do about a missing file, and where it is if that is next to the configuration; or nothing."""
     if "://" in name:
         return ". Download it first."
-    if "*" in name:
-        return ". Name the folder of the files: patterns are not read."
+    if any(sign in name for sign in "*?["):
+        return ": no file has a name like that."
     beside = Path(config).parent / Path(name).expanduser()
     if Path(config).parent == Path() or not beside.exists():
         return ""

@@ -1,7 +1,7 @@
 """The datasets that a trainer is given: whether their columns hold what is read of them, and their rows as messages."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,12 +47,6 @@ def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, A
 _PAIRS = ("question", "answer"), ("query", "response"), ("instruction", "response"), ("input", "output")
 
 
-def other_separator(columns: Sequence[str]) -> str:
-    """Say by what the columns of a .csv file are separated where that is no comma, or return an empty text."""
-    found = next((sign for sign in ";\t|" if sign in columns[0]), None) if len(columns) == 1 else None
-    return f"The columns are separated by {found!r}; in a .csv file expected commas." if found else ""
-
-
 def no_usable_column(have: Iterable[str], text_field: str) -> str:
     """Say which columns rows may have, which these have, and what of them looks like a slip."""
     have = list(have)
@@ -61,10 +55,8 @@ def no_usable_column(have: Iterable[str], text_field: str) -> str:
         f" Rename {name!r} to {plain!r}." for name in have if (plain := name.strip().lower()) in read and plain != name
     ]
     lower = {name.strip().lower(): name for name in have}
-    if pair := next((pair for pair in _PAIRS if {*pair} <= lower.keys()), None):
+    if not {*ALPACA} <= lower.keys() and (pair := next((pair for pair in _PAIRS if {*pair} <= lower.keys()), None)):
         hints = [f" Rename {lower[pair[0]]!r} to 'prompt' and {lower[pair[1]]!r} to 'completion'."]
-    if separated := other_separator(have):
-        hints.append(f" {separated}")
     return (
         f"no usable column. Expected messages, or prompt and completion, or {text_field} (named by "
         "dataset_text_field), or input_ids, or conversations as in ShareGPT, or instruction and output as in Alpaca; "

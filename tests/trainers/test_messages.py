@@ -9,7 +9,7 @@ from tiny import CHAT_TEMPLATE, WORDS, tiny_tokenizer
 
 from liger_trainer import LigerConfig
 from liger_trainer.errors import DataError
-from liger_trainer.run.data.sources import as_written
+from liger_trainer.run.data.text_files import as_written
 from liger_trainer.trainers.chat_rows import as_json, in_messages, is_plain, split_last
 from liger_trainer.trainers.chat_template import check_chats, fit_arguments, fitting
 from liger_trainer.trainers.given_datasets import datasets_in_messages

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 OF_TRAINING = "weight_column"
 # Keys that name a column of the rows, the last one only of the training rows.
 NAMING = ("teacher_column", "teacher_prompt_column", OF_TRAINING)
+VALIDATION = "validation"  # is held out where there is no test split, unless a setting says otherwise
 EVERY = "every token"
 USERS_TOO = "every message, the user's too"
 PLAIN = "the completions, after prompts of plain text"
@@ -176,10 +177,15 @@ def _split(config: "RunConfig", source: LoadedDataset) -> tuple["Dataset", "Data
     train = _pick(config, source, "dataset_train_split")
     rows: dict[str, Sequence[int]]
     names: dict[str, str]
+    asked = config.given("dataset_test_split"), config.given("holdout_fraction")
+    if test_name not in source.splits and VALIDATION in source.splits and not any(asked):
+        test_name = VALIDATION
     if test_name in source.splits:
         if config.given("holdout_fraction"):
             raise config.error("holdout_fraction", f"has no effect: the dataset has a split {test_name!r}.")
-        test, held_out = _pick(config, source, "dataset_test_split"), source.held_out or f"split {test_name!r}"
+        test, held_out = source.splits[test_name], source.held_out or f"split {test_name!r}"
+        if not len(test):
+            raise DataError(f"{config['dataset_name']}: split {test_name!r} has no rows.")
         rows = {"train": range(len(train)), "test": range(len(test))}
         names = {"train": train_name, "test": test_name}
     elif config.given("dataset_test_split"):
