@@ -71,8 +71,8 @@ def first_order(backward: Callable) -> Callable:
     def checked(ctx, *gradients):
         if torch.is_grad_enabled():  # it is in a backward only under create_graph=True
             raise RuntimeError(
-                "This op has no second derivatives: differentiate it without create_graph=True, or call its form in "
-                "plain torch, <op>_reference, instead."
+                "This op has no second derivatives: differentiate it without create_graph=True, call its form in plain "
+                "torch, <op>_reference, instead, or undo the patch of the model that runs it: patched.undo()."
             )
         # an output that was not used has no gradient
         device = next((x.device.type for x in gradients if x is not None), None)

@@ -40,6 +40,11 @@ def checkpoints_in(run_dir: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def holds_checkpoints(folder: Path) -> bool:
+    """Whether a folder is none but has some, so that who names it to go on from means the newest of them."""
+    return bool(checkpoints_in(folder)) and not (folder / STATE).is_file()
+
+
 def step_of(checkpoint: Path) -> int:
     """Return the step after which a checkpoint was saved."""
     return int(checkpoint.name.partition("-")[2])

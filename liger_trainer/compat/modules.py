@@ -187,22 +187,30 @@ def parameter_places(modules: Iterable[nn.Module]) -> Places:
 def without_walks(model: nn.Module) -> dict[str, Callable]:
     """Return the methods `train` and `zero_grad` for `model`, of which Trainer calls both for each batch.
 
-    With adapters on all layers of a small model, a walk takes as long as a tenth of the step.
+    With adapters on all layers of a small model, a walk takes as long as a tenth of the step. It is taken again only
+    where somebody, such as a callback that adds adapters, has put a module in or taken one out.
     """
-    modules = list(model.modules())
-    places = parameter_places(modules)
+    modules: list[nn.Module] = []
+    children: list[list[nn.Module | None]] = []
+
+    def all_modules() -> list[nn.Module]:
+        same = (list(module._modules.values()) == known for module, known in zip(modules, children, strict=True))
+        if not modules or not all(same):
+            modules[:] = model.modules()
+            children[:] = [list(module._modules.values()) for module in modules]
+        return modules
 
     def train(self, mode: bool = True):
-        if mode and self is model and all(module.training for module in modules):
+        if mode and self is model and all(module.training for module in all_modules()):
             return self
         return type(self).train(self, mode)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none or self is not model:  # a deep copy, which has these methods too
             return type(self).zero_grad(self, set_to_none)
-        for parameters, name in places:
-            parameter = parameters.get(name)
-            if parameter is not None:
-                parameter.grad = None
+        for module in all_modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parameter.grad = None
 
     return {"train": train, "zero_grad": zero_grad}

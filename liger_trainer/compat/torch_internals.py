@@ -81,6 +81,11 @@ def in_backward() -> bool:
     return _C._current_graph_task_id() != -1  # the engine numbers its tasks from 0
 
 
+def is_transformed() -> bool:
+    """Whether one of torch.func's transforms runs, such as grad or vmap, which no kernel goes through."""
+    return not torch.compiler.is_compiling() and _C._are_functorch_transforms_active()
+
+
 def checkpoint_hook() -> Any:
     """Return the hook by which the innermost checkpoint takes what autograd saves, if it is a non-reentrant one."""
     hooks = _C._autograd._top_saved_tensors_default_hooks(False)

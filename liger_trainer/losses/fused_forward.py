@@ -23,6 +23,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ..common.replacements import own_attribute, replaced, replaced_in_this_thread, without_replacement
 from ..compat.models import LOSS_FUNCTION
 from ..compat.recognitions import forward_below_trl_head
+from ..compat.torch_internals import is_transformed
 from ..errors import ConfigError, MaterializedLogitsWarning
 from .answers import as_teacher_answer, cross_entropy_loss
 from .deferred_logits import DeferredLogits, settled
@@ -79,6 +80,11 @@ class FusedLoss:
         @functools.wraps(type(model).forward)  # Trainer and generate read the signature
         def forward(model, *args, **kwargs):
             own = getattr(model, place, self)
+            if is_transformed():
+                raise ConfigError(
+                    f"{type(model).__name__} is patched, and torch.func's transforms (grad, vmap, jvp) go through no "
+                    "kernel. Use torch.autograd, or undo the patch before: patched.undo()."
+                )
             if not own._active:
                 return own.forward_without_loss(model)(*args, **kwargs)
             return own.forward(model, *args, **kwargs)

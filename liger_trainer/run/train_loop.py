@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerState, TrainingArguments, get_scheduler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
+from ..common.checkpoints import checkpoints_in, holds_checkpoints, newest_whole, refuse_damaged
 from ..common.console import announce, on_first_rank
 from ..common.files import BEFORE, METRICS
 from ..common.signals import handling
@@ -232,10 +232,10 @@ def check_checkpoint(config: "RunConfig") -> None:
         CorruptError: it is damaged; where the newest is meant, all are.
     """
     wanted = config["resume_from_checkpoint"]
-    if wanted is True:
-        output_dir = Path(config["output_dir"]).expanduser()
-        if newest_whole(output_dir, contents=False) is None:
-            raise config.error("resume_from_checkpoint", f"no checkpoint in {output_dir}.")
+    folder = Path(config["output_dir"]).expanduser() if wanted is True else Path(wanted or "")
+    if wanted is True or wanted and holds_checkpoints(folder):
+        if newest_whole(folder, contents=False) is None:
+            raise config.error("resume_from_checkpoint", f"no checkpoint in {folder}.")
     elif wanted and not Path(wanted).is_dir():
         raise config.error("resume_from_checkpoint", f"no such directory: {wanted}")
     elif wanted:

@@ -36,6 +36,7 @@ from ..common.checkpoints import (
     best_checkpoint,
     clear_staging,
     has_manifest,
+    holds_checkpoints,
     newest_whole,
     put_in_place,
     refuse_damaged,
@@ -59,6 +60,7 @@ from ..teachers.fingerprints import (
     sampled_fingerprint,
     shortened,
 )
+from .finite_guard import innermost
 from .host import TrainerHost
 from .rows import GENERATION_PROMPT
 
@@ -97,6 +99,8 @@ class CheckpointGuard:
     def choose(self, wanted: str | bool | None) -> str | None:
         """Return the checkpoint to go on from. True is the newest that is whole; what is passed over is said.
 
+        A folder of checkpoints means the newest that is whole in it.
+
         Raises:
             ConfigError: there is none.
             CorruptError: `wanted` is not whole, or none is.
@@ -104,8 +108,8 @@ class CheckpointGuard:
         return self._on_first_rank(lambda: self._chosen(wanted)) if wanted else None
 
     def _chosen(self, wanted: str | bool) -> str:
-        run_dir = Path(str(self._trainer.args.output_dir))
-        if wanted is True:
+        run_dir = Path(str(self._trainer.args.output_dir if wanted is True else wanted))
+        if wanted is True or holds_checkpoints(run_dir):
             choice = newest_whole(run_dir)
             if choice is None:
                 raise ConfigError(f"resume_from_checkpoint: no checkpoint in {run_dir}.")
@@ -116,7 +120,7 @@ class CheckpointGuard:
                 )
             checkpoint = choice.checkpoint
         else:
-            checkpoint = Path(str(wanted))
+            checkpoint = run_dir
             refuse_damaged(checkpoint, contents=True)
         if not has_manifest(checkpoint):
             warnings.warn(
@@ -191,6 +195,17 @@ class CheckpointGuard:
         # a head that was added to the model has its own names in files, and is loaded
         model.load_state_dict({**model.state_dict(), **loaded.state_dict()})
         return True
+
+    def check_optimizer(self, checkpoint: str | None) -> None:
+        """Raise ConfigError where the optimizer's state, which Trainer has loaded, is another kind's."""
+        optimizer: Any = innermost(self._trainer.optimizer)
+        groups = getattr(optimizer, "param_groups", [])  # DeepSpeed checks its own
+        missing = {name for group in groups for name in getattr(optimizer, "defaults", {}) if name not in group}
+        if checkpoint is not None and missing:
+            raise ConfigError(
+                f"optim: {checkpoint} was saved with another optimizer than {type(optimizer).__name__}, which knows no "
+                f"{', '.join(sorted(missing))}. Set optim as it was, or begin anew with the checkpoint as the model."
+            )
 
     def _prompt_encoder(self) -> nn.Module | None:
         """Return what makes the prompts of p-tuning or of projected prefixes; PEFT saves only what it makes."""

@@ -514,6 +514,10 @@ class LigerTrainer(SFTTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         self.checkpoint_guard.load(super()._load_from_checkpoint, resume_from_checkpoint, model)
 
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.checkpoint_guard.check_optimizer(checkpoint)
+
     def _load_best_model(self):
         self.checkpoint_guard.load_best(super()._load_best_model)
 

@@ -487,6 +487,16 @@ def test_logits_that_were_skipped_can_be_read_without_gradients(skip):
         torch.testing.assert_close(model(**batch, skip_logits=skip).logits.clone(), want)
 
 
+def test_transforms_of_torch_func_are_refused_and_weights_of_others_are_not():
+    model, batch = tiny_model(), {"input_ids": torch.arange(9)[None], "labels": torch.arange(9)[None]}
+    others = {name: 2 * weight.detach() for name, weight in model.named_parameters()}
+    want = torch.func.functional_call(model, others, (), batch).loss
+    FusedLoss(model)
+    assert torch.func.functional_call(model, others, (), batch).loss == pytest.approx(want.item(), rel=1e-5)
+    with pytest.raises(ConfigError, match="Llama.* is patched, and torch.func's .*patched.undo"):
+        torch.func.grad(lambda weights: torch.func.functional_call(model, weights, (), batch).loss)(others)
+
+
 def test_threads_share_a_model():
     """One is in the middle of a pass with labels while others score, infer, and come to an end."""
     model, batch = tiny_model().eval(), masked_batch()

@@ -89,6 +89,9 @@ def test_the_newest_whole_checkpoint_is_taken_and_a_damaged_one_refused(out, who
     assert "checkpoint-3 is damaged and is not used: model.safetensors is" in str([w.message for w in caught])
     assert trainer.resumed_from == out / "checkpoint-2"
     assert weights(out / "checkpoint-4") == weights(whole / "checkpoint-4")
+    trainer = make(out / "other", steps=5)
+    trainer.train(str(out))  # the newest in that folder
+    assert trainer.resumed_from == out / "checkpoint-4"
     flip(out / "checkpoint-4" / "model.safetensors")
     with pytest.raises(CorruptError, match="checkpoint-4 is damaged: model.safetensors is .*whole one: .*checkpoint-3"):
         make(out).train(str(out / "checkpoint-4"))
@@ -101,6 +104,13 @@ def test_where_none_is_whole_all_reasons_are_said(out):
         make(out).train(True)
     with pytest.raises(ConfigError, match="no checkpoint in"):
         make(out / "empty").train(True)
+
+
+@pytest.mark.parametrize("optim, unknown", [("sgd", "momentum"), ("adafactor", "beta1"), ("rmsprop", "alpha")])
+def test_the_state_of_another_optimizer_is_refused(out, optim, unknown):
+    with pytest.raises(ConfigError, match=f"optim: .*checkpoint-4 was saved with another optimizer .*{unknown}"):
+        make(out, steps=5, optim=optim).train(True)
+    trained(make(out, steps=5, optim="adamw_torch"))  # another form of the same
 
 
 def test_checkpoints_of_another_trainer_and_of_the_model_alone_are_taken_with_a_note(tmp_path):

@@ -12,6 +12,8 @@ from caches import captured, trainer_of
 from datasets import Dataset
 from peft import LoraConfig
 from tiny import WORDS, completions, texts, tiny_model, tiny_tokenizer, train_args
+from torch import nn
+from torch.nn.utils import prune
 from trainings import logged, trained, weights_of
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -165,6 +167,19 @@ def test_a_copy_of_a_model_in_training_has_its_own_modes_and_gradients():
     assert all(module.training for module in other.modules())
     assert all(p.grad is None for p in other.parameters()) and all(p.grad is not None for p in model.parameters())
     del model.model.norm._parameters["weight"]  # as when an adapter is deleted
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_weights_that_a_callback_puts_in_get_a_mode_and_lose_their_gradients():
+    model = tiny_model().train()
+    for name, quick in without_walks(model).items():
+        setattr(model, name, types.MethodType(quick, model))
+    model.train().zero_grad()
+    prune.l1_unstructured(model.model.layers[0].mlp.up_proj, "weight", 0.3)  # under another name
+    model.model.layers[1].mlp.down_proj = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 32)).eval()
+    model.train()(input_ids=torch.arange(5)[None]).logits.sum().backward()
+    assert all(module.training for module in model.modules()) and all(p.grad is not None for p in model.parameters())
     model.zero_grad()
     assert all(p.grad is None for p in model.parameters())
 
