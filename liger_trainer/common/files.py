@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError, StorageError
 
@@ -51,6 +52,11 @@ def hint_of_folder(config: str, name: str) -> str:
     if Path(config).parent == Path() or not beside.exists():
         return ""
     return f". There is {beside}, but names are looked for from the folder in which the command runs."
+
+
+def as_name(model: Any) -> Any:
+    """Return the name of a model that is given as a `Path`; whatever else is given as it is."""
+    return os.fspath(model) if isinstance(model, os.PathLike) else model
 
 
 def refuse_missing(what: str, name: object) -> None:

@@ -5,6 +5,7 @@ which names the tensors.
 """
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,6 +37,17 @@ MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
 
 class DamagedWeightsError(ConfigError):
     """A file of weights is cut off or damaged."""
+
+
+def refuse_meta(argument: str, model: nn.Module) -> None:
+    """Raise ConfigError for a model whose weights are nowhere: no hook of accelerate's and no FSDP brings them."""
+    elsewhere = "ACCELERATE_USE_FSDP" in os.environ or any(hasattr(module, "_hf_hook") for module in model.modules())
+    empty = [] if elsewhere else [name for name, weight in model.named_parameters() if weight.is_meta]
+    if empty:
+        raise ConfigError(
+            f"{argument}: expected a {type(model).__name__} with weights, but {len(empty)} of them are on the meta "
+            f"device, which holds none ({empty[0]}). Load them, or make the model outside of torch.device('meta')."
+        )
 
 
 def auto_class(config: Any) -> Any:

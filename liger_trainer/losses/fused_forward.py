@@ -294,7 +294,10 @@ class LossOfOneForward:
                 "Take the checkpoint off the loss, or train with transformers' Trainer."
             )
         if not self._calls:
-            raise ConfigError(f"{self._model_name} does not compute its loss through `loss_function`.")
+            raise ConfigError(
+                f"{self._model_name} does not compute its loss through `loss_function`, in whose place "
+                "the fused loss is. Train it with TRL's or transformers' own trainer."
+            )
         call, outputs = self._calls[-1], _by_name(outputs)
         if len(self._calls) > 1 or _has_extra_loss(outputs, call.value):
             raise ConfigError(

@@ -15,7 +15,7 @@ from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, Traini
 
 from ..common.console import announce
 from ..common.files import refuse_missing
-from ..common.weights import auto_class, load_merged
+from ..common.weights import auto_class, load_merged, refuse_meta
 from ..compat.models import unsplit_layers
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
@@ -234,6 +234,7 @@ class ModelTeacher(Teacher):
     def __init__(self, args: TeacherConfig, teacher: PreTrainedModel | str, name: str = "teacher"):
         if not isinstance(teacher, str):
             check_writes(teacher)
+            refuse_meta("teacher_model", teacher)
         self._args, self._teacher, self._name = args, teacher, name
         self._accelerator: Any = None
         self._carry = LogitsMover()

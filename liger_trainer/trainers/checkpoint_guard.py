@@ -196,15 +196,21 @@ class CheckpointGuard:
         model.load_state_dict({**model.state_dict(), **loaded.state_dict()})
         return True
 
-    def check_optimizer(self, checkpoint: str | None) -> None:
-        """Raise ConfigError where the optimizer's state, which Trainer has loaded, is another kind's."""
+    def load_optimizer(self, load: Callable[[str | None], None], checkpoint: str | None) -> None:
+        """Have Trainer `load` the optimizer's state, and raise ConfigError where it is of other weights or kinds."""
+        reason = None
+        try:
+            load(checkpoint)
+        except ValueError as error:
+            reason = str(error)
         optimizer: Any = innermost(self._trainer.optimizer)
-        groups = getattr(optimizer, "param_groups", [])  # DeepSpeed checks its own
-        missing = {name for group in groups for name in getattr(optimizer, "defaults", {}) if name not in group}
-        if checkpoint is not None and missing:
+        groups = getattr(optimizer, "param_groups", [])  # DeepSpeed's are checked by itself
+        unknown = {name for group in groups for name in getattr(optimizer, "defaults", {}) if name not in group}
+        if checkpoint is not None and (reason or unknown):
+            reason = reason or f"it has no {', '.join(sorted(unknown))}"
             raise ConfigError(
-                f"optim: {checkpoint} was saved with another optimizer than {type(optimizer).__name__}, which knows no "
-                f"{', '.join(sorted(missing))}. Set optim as it was, or begin anew with the checkpoint as the model."
+                f"optim: the state of the optimizer in {checkpoint} does not fit this {type(optimizer).__name__}: "
+                f"{reason}. Train the same weights with the same optim, or begin anew with its weights as the model."
             )
 
     def _prompt_encoder(self) -> nn.Module | None:

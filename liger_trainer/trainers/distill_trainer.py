@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..common.checkpoints import checkpoints_in
-from ..common.files import CONFIG
+from ..common.files import CONFIG, as_name
 from ..compat.sft_trainer import is_conversational
 from ..errors import ConfigError, TeacherServerError
 from ..losses.spec import LossOptions, TokenLossOutput
@@ -105,7 +105,7 @@ class LigerDistillTrainer(LigerTrainer):
             if args is not None:
                 correct_guess(args)
             args, kwargs = load("from_trl").from_trl(args, kwargs)
-        teacher_model = teacher_model if teacher_model is not None else args.teacher_model_name_or_path
+        teacher_model = as_name(teacher_model) if teacher_model is not None else args.teacher_model_name_or_path
         if teacher_model is model and not isinstance(model, str):
             raise ConfigError("The student cannot be its own teacher: its weights would move under the teacher.")
         if kwargs.get("compute_loss_func") is not None:

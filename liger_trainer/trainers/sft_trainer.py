@@ -14,6 +14,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from ..common.console import announce
+from ..common.files import as_name
 from ..compat.sft_trainer import (
     DataCollatorForLanguageModeling,
     DataCollatorForVisionLanguageModeling,
@@ -106,6 +107,7 @@ class LigerTrainer(SFTTrainer):
         # Before SFTTrainer's own, which loads the model, makes adapters and prepares the rows.
         call = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs)
         given, config = call.arguments, call.arguments.get("args")
+        given["model"] = as_name(given.get("model"))
         if config is None:  # TRL would make an SFTConfig, whose bf16 is an error on a CPU
             config = given["args"] = LigerConfig(f"{_last_name(given.get('model'))}-SFT")
         check_settings(given.get("train_dataset"), config)  # of images, which raw rows show
@@ -515,8 +517,7 @@ class LigerTrainer(SFTTrainer):
         self.checkpoint_guard.load(super()._load_from_checkpoint, resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        super()._load_optimizer_and_scheduler(checkpoint)
-        self.checkpoint_guard.check_optimizer(checkpoint)
+        self.checkpoint_guard.load_optimizer(super()._load_optimizer_and_scheduler, checkpoint)
 
     def _load_best_model(self):
         self.checkpoint_guard.load_best(super()._load_best_model)

@@ -16,7 +16,7 @@ from trl.trainer.utils import create_model_from_path, disable_dropout_in_model
 
 from ..common.files import refuse_missing
 from ..common.replacements import replaced
-from ..common.weights import adapter_at, load_whole
+from ..common.weights import adapter_at, load_whole, refuse_meta
 from ..compat.models import note_as_loaded
 from ..compat.modules import is_compiled
 from ..compat.recognitions import TRL_CONSTRUCTOR, check
@@ -116,13 +116,20 @@ def patched_sft_module(args: Any, model: Any) -> AbstractContextManager[None]:
     includes them.
 
     Raises:
-        ConfigError: torch.compile has wrapped the model.
+        ConfigError: the model writes no text, or torch.compile has wrapped it, or its weights are not there.
     """
     if isinstance(model, nn.Module) and is_compiled(model):  # the layers below could not be replaced
         raise ConfigError(
             f"model: expected the model itself, got the {type(model).__name__} that torch.compile has put around it. "
             "Give the model, and set torch_compile=True or call model.compile()."
         )
+    if not isinstance(model, str):
+        if getattr(model, "generation_config", None) is None:
+            raise ConfigError(
+                f"model: expected a causal language model, without a wrapper, or the name of one, got a "
+                f"{type(model).__name__}. What is none trains with transformers' Trainer."
+            )
+        refuse_meta("model", model)
     allowed = getattr(args, "allow_missing_weights", False)
 
     def load(name: str, **options: Any) -> Any:

@@ -107,9 +107,13 @@ def test_where_none_is_whole_all_reasons_are_said(out):
 
 
 @pytest.mark.parametrize("optim, unknown", [("sgd", "momentum"), ("adafactor", "beta1"), ("rmsprop", "alpha")])
-def test_the_state_of_another_optimizer_is_refused(out, optim, unknown):
-    with pytest.raises(ConfigError, match=f"optim: .*checkpoint-4 was saved with another optimizer .*{unknown}"):
+def test_an_optimizer_s_state_of_another_kind_or_of_other_weights_is_refused(out, optim, unknown):
+    with pytest.raises(ConfigError, match=f"optim: .*checkpoint-4 does not fit this .*: it has no .*{unknown}"):
         make(out, steps=5, optim=optim).train(True)
+    model = tiny_model()
+    model.model.layers[0].requires_grad_(False)
+    with pytest.raises(ConfigError, match="checkpoint-4 does not fit this AdamW: .* doesn't match the size"):
+        make(out, steps=5, model=model).train(True)
     trained(make(out, steps=5, optim="adamw_torch"))  # another form of the same
 
 

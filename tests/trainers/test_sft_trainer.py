@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tiny import VOCAB, WORDS, completions, double_copy, texts, tiny_model, tiny_tokenizer, train_args
+from torch import nn
 from trainings import logged, sft, trained
 from transformers import Trainer
 from trl import ModelConfig, SFTTrainer, get_peft_config
@@ -168,6 +169,9 @@ REFUSED = {  # before training
     "no fused loss": (tiny_model, {"fused_linear_cross_entropy": False}, ON_LOGITS),
     "a loss on logits": (tiny_model, {"cross_entropy": True}, ON_LOGITS),
     "compiled": (lambda: torch.compile(tiny_model()), None, "got the OptimizedModule .* set torch_compile=True"),
+    "a backbone": (lambda: tiny_model().model, None, "model: expected a causal language model, .*, got a LlamaModel"),
+    "wrapped": (lambda: nn.DataParallel(tiny_model()), None, "without a wrapper, .* got a DataParallel"),
+    "no weights": (lambda: tiny_model().to("meta"), None, "model: expected a Llama.* on the meta device, .*embed_tok"),
     "another loss": (with_another_loss, None, "has its own loss"),
     "a file that cannot be saved": (
         lambda: with_limit(-1), None, "generation_config could not be saved with the trained model: .*-1",
