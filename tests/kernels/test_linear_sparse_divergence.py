@@ -260,10 +260,16 @@ def test_terms_of_a_mix_are_those_of_each_kind(place):
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_teacher_whose_rest_rounds_to_nothing(fp32, kind):
-    """The listed tokens add up to 1 in fp32, or more: values and gradients stay numbers, the reverse KL's too."""
+    """The listed tokens add up to 1 in fp32, or more: the rest counts as 2^-24, so the reverse KL is finite too."""
     tensors = random_sparse(4, 6, 20, k=5, device=fp32.device)
     tensors["log_probs"] = torch.tensor([[-1e-8, -19.0, -20.0, -21.0, -22.0]] * 4, device=fp32.device)
     got = evaluate(linear_sparse_divergence, tensors, kind=kind)
+    if kind == "reverse_kl":
+        all_q = (tensors["hidden"] @ tensors["weight"].t()).double().softmax(-1)
+        q, p = all_q.gather(1, tensors["ids"]), tensors["log_probs"].double().exp()
+        rest = 1 - q.sum(1)
+        want = (q * (q / p).log()).sum(1) + rest * (rest / 2.0**-24).log()
+        torch.testing.assert_close(got["divergence"].double(), want, rtol=1e-4, atol=1e-4)
     for name in ("loss", "divergence", "d_hidden", "d_weight"):
         assert got[name].isfinite().all() and got[name].abs().max() < 100, name
 
