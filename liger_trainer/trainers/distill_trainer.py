@@ -153,8 +153,8 @@ class LigerDistillTrainer(LigerTrainer):
                     whose, read = f"the teacher {name}".rstrip(), self.teaching.longest_row
                     check_positions(self.row_preparation.named_datasets(), self.args, base_of(model), whose, read)
         # Before there is an optimizer, which gets its projectors.
-        self.progress = LossState(self, self.args.loss_plan())
-        self.add_callback(self.progress)
+        self.loss_state = LossState(self, self.args.loss_plan())
+        self.add_callback(self.loss_state)
         self.distil(vocab_size=vocab_size)
 
     # rows, before training
@@ -257,7 +257,7 @@ class LigerDistillTrainer(LigerTrainer):
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
         if self.accelerator.sync_gradients:
-            self.progress.average_gradients()
+            self.loss_state.average_gradients()
         return loss
 
     def compute_loss(self, model, inputs, *args, **kwargs):
@@ -269,7 +269,7 @@ class LigerDistillTrainer(LigerTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        hidden = self.progress.hidden
+        hidden = self.loss_state.hidden
         if hidden is None:
             return {"teacher_logits": self.teaching.answer(inputs)}
         with hidden.of_teacher() as hidden_pass:
@@ -281,7 +281,7 @@ class LigerDistillTrainer(LigerTrainer):
     def add_metrics(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
         super().add_metrics(mode, totals, tokens)
         if mode == "train":
-            self.progress.add_micro_batch(totals, tokens)
+            self.loss_state.add_micro_batch(totals, tokens)
         if mode == "train" and self._source is not None:
             self._sampling().add_metrics(self._source, totals, tokens)
 
@@ -289,7 +289,7 @@ class LigerDistillTrainer(LigerTrainer):
         if self.logs_training(logs) and self._on_policy is not None:
             logs.update(self._on_policy.flush())
         if "loss" in logs:
-            logs.update(self.progress.logged)
+            logs.update(self.loss_state.logged)
         super().log(logs, start_time)
 
     # the loss
@@ -301,7 +301,7 @@ class LigerDistillTrainer(LigerTrainer):
         """
         self.distillation = replace(self.distillation, **changes)
         assert self.fused is not None
-        self.progress.set_loss(self.fused, self.loss_options())
+        self.loss_state.set_loss(self.fused, self.loss_options())
 
     def loss_options(self) -> LossOptions:
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=self.distillation)
@@ -336,7 +336,7 @@ class LigerDistillTrainer(LigerTrainer):
 
     def create_optimizer(self, *args, **kwargs):
         optimizer = super().create_optimizer(*args, **kwargs)
-        self.progress.add_projectors(optimizer)
+        self.loss_state.add_projectors(optimizer)
         return optimizer
 
     def _set_signature_columns_if_needed(self):
@@ -351,16 +351,16 @@ class LigerDistillTrainer(LigerTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
-        self.progress.save(output_dir)
+        self.loss_state.save(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self.progress.load(checkpoint)
+            self.loss_state.load(checkpoint)
 
     def _load_best_model(self):
         super()._load_best_model()
-        self.progress.load_best(str(self.state.best_model_checkpoint))
+        self.loss_state.load_best(str(self.state.best_model_checkpoint))
 
     # the models
 

@@ -188,7 +188,7 @@ def test_loss_gradients_and_logs_equal_plain_torch(teacher, ours, kind, family):
 def test_hidden_states_at_the_partners_of_uld(teacher, ours):
     losses = [{"type": "uld"}, {"type": "hidden_mse", "weight": 0.3, "layers": [[1, 0]]}]
     trainer = make(teacher, ours, "uld", losses=losses, optim="sgd", per_device_train_batch_size=8)
-    projector = trainer.progress.hidden.projectors["hidden_mse_1_0"].weight.detach().double()
+    projector = trainer.loss_state.hidden.projectors["hidden_mse_1_0"].weight.detach().double()
     captured, plain = capture_gradients(trainer), double_copy(trainer.student)
     logs = trained(trainer).state.log_history[0]
     values = by_hand("uld", trainer, plain, trainer.train_dataset, projector=projector)

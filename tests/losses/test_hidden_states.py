@@ -105,7 +105,7 @@ def test_loss_and_every_gradient_equal_plain_torch(options):
     captured = capture_gradients(trainer)
     projectors = {
         name.removeprefix("projectors.").removesuffix(".weight"): p.detach().double().requires_grad_()
-        for name, p in trainer.progress.hidden.named_parameters()
+        for name, p in trainer.loss_state.hidden.named_parameters()
     }
     assert len(projectors) == (0 if "equal widths" in CASES and other.config.hidden_size == 32 else 3)
     trainer.train()
@@ -130,7 +130,7 @@ def test_lora_students_with_frozen_weights_below():
     assert any("lora_B" in name and g.abs().sum() > 0 for name, g in captured.items())
     assert captured["projectors.hidden_mse_0_2.weight"].abs().sum() > 0  # nothing below it is trained
     plain = double_copy(tiny_model())
-    projectors = {n.split(".")[1]: p.detach().double() for n, p in trainer.progress.hidden.named_parameters()}
+    projectors = {n.split(".")[1]: p.detach().double() for n, p in trainer.loss_state.hidden.named_parameters()}
     loss, _ = by_hand(plain, double_copy(teacher()), projectors, trainer.train_dataset)
     assert logged(trainer)[0] == pytest.approx(loss.item(), rel=1e-5)
 
@@ -142,18 +142,18 @@ def test_projectors_are_trained_saved_apart_and_resumed_exactly(tmp_path):
         "per_device_train_batch_size": 2, "schedules": {"temperature": {"to": 3.0}, "hidden_mse_weight": {"to": 0.0}},
     }  # fmt: skip
     whole = make(data=completions(24), output_dir=str(tmp_path), **options)
-    before = {name: p.clone() for name, p in whole.progress.hidden.named_parameters()}
+    before = {name: p.clone() for name, p in whole.loss_state.hidden.named_parameters()}
     trained(whole).save_model(str(tmp_path / "final"))
     resumed = make(data=completions(24), output_dir=str(tmp_path / "b"), **options)
     trained(resumed, str(tmp_path / "checkpoint-3"))
-    for name, p in resumed.progress.hidden.named_parameters():
-        assert torch.equal(p, dict(whole.progress.hidden.named_parameters())[name])
+    for name, p in resumed.loss_state.hidden.named_parameters():
+        assert torch.equal(p, dict(whole.loss_state.hidden.named_parameters())[name])
         assert not torch.equal(p, before[name])
     for got, want in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(got, want)
     for name in ("schedule/temperature", "schedule/hidden_mse_weight", "schedule/teacher_share", "kd_loss"):
         assert logged(resumed, name)[3:] == logged(whole, name)[3:]
-    assert resumed.progress.share.state() == whole.progress.share.state()
+    assert resumed.loss_state.share.state() == whole.loss_state.share.state()
     shares = logged(whole, "schedule/teacher_share")[3:]
     assert all(share > 0.4 + 0.6 * step / 6 for share, step in zip(shares, (3, 4, 5), strict=True))  # it did adapt
     for folder in ("checkpoint-3", "final"):
@@ -201,7 +201,7 @@ def test_the_projectors_gradients_are_clipped_and_start_anew_each_step():
     trainer.train()
     norm = torch.stack([g.norm() for name, g in captured.items() if name.startswith("projectors.")]).norm()
     assert norm.item() == pytest.approx(1e-3, rel=1e-3)
-    assert all(p.grad is None or not p.grad.any() for p in trainer.progress.parameters())
+    assert all(p.grad is None or not p.grad.any() for p in trainer.loss_state.parameters())
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_projector_on_demand_changes_nothing_at_first():
     logs = []
     for losses in (without, asked):
         trainer = make(teacher_model=teacher(32), losses=losses, max_steps=2, learning_rate=0.1)
-        assert len(list(trainer.progress.parameters())) == (2 if losses is asked else 0)
+        assert len(list(trainer.loss_state.parameters())) == (2 if losses is asked else 0)
         logs.append(logged(trained(trainer)))
     assert logs[0][0] == pytest.approx(logs[1][0], rel=1e-6) and logs[0][1] != logs[1][1]
 

@@ -91,8 +91,8 @@ class _Capture(TrainerCallback):
 def capture_gradients(trainer):
     """The gradients by name, of model and projectors, as the optimizer gets them in the last step."""
     gradients = {}
-    progress = getattr(trainer, "progress", None)
-    trainer.add_callback(_Capture(gradients, progress and progress.hidden))
+    state = getattr(trainer, "loss_state", None)
+    trainer.add_callback(_Capture(gradients, state and state.hidden))
     return gradients
 
 

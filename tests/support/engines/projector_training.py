@@ -30,7 +30,7 @@ def trained_projectors(output_dir: Path, nan_in: int | None = None, resume: bool
         Plant(trainer, "loss", nan_in)
     trainer.train(resume_from_checkpoint=str(output_dir / "checkpoint-2") if resume else None)
     return {
-        "projectors": {name: p.detach().clone() for name, p in trainer.progress.hidden.named_parameters()},
+        "projectors": {name: p.detach().clone() for name, p in trainer.loss_state.hidden.named_parameters()},
         "losses": {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log},
         "skipped": trainer.finite.skipped,
     }
