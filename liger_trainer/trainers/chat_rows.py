@@ -208,6 +208,7 @@ ALPACA = ("instruction", "output")
 ALPACA_OPTIONAL = ("input", "system", "history")
 PAIRS = (("chosen", "rejected"), ("rejected_response",), ("rejected_messages",), ("response_j", "response_k"))
 VERDICTS = ("label", "kto_tag")
+ALIKE = "expected both as text, or both as lists of messages"
 _EXTRA = ("tools", "chat_template_kwargs")
 CHAT_COLUMNS_READ = ("messages", "prompt", "completion", *_EXTRA)
 READ = {*CHAT_COLUMNS_READ, "conversations", *ALPACA, *ALPACA_OPTIONAL, *COLUMNS}
@@ -241,7 +242,7 @@ def in_messages(dataset: Any, text_field: str = "text", alpaca_prompt: str = "in
             and has a system prompt or a history; a message has parts that are no text, or a mark that is neither 0 nor
             1.
     """
-    if not isinstance(dataset, Dataset | IterableDataset):  # TRL's refusal names the type
+    if not isinstance(dataset, Dataset | IterableDataset):  # of rows that are not prepared
         return dataset
     columns = set(column_names(dataset))
     if "input_ids" in columns:
@@ -417,6 +418,9 @@ def _message(role: str, content: Any) -> dict[str, Any]:
 
 
 def _prompt_and_completion(row: dict[str, Any], form: str) -> dict[str, Any]:
+    for name in (*ALPACA, "input", "system"):
+        if not isinstance(row.get(name), str | None):
+            raise DataError(f"column {name!r}: expected text, got {row[name]!r:.80}")
     if form == "instruction":
         asked = "\n".join(part for part in (row["instruction"], row.get("input")) if part)
     else:

@@ -6,8 +6,10 @@ Marks say which parts of messages are learned. They are made from any template t
 import json
 import re
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
+import numpy as np
 from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError, TemplateSyntaxError
 from trl.chat_template_utils import get_training_chat_template
@@ -17,6 +19,7 @@ from ..common.signals import LimitExceeded, limited
 from ..errors import ConfigError, DataError
 from ..teachers.row_keys import column_names
 from .chat_rows import (
+    ALIKE,
     BASIC_ROLES,
     CHAT_COLUMNS_READ,
     KEPT,
@@ -102,6 +105,8 @@ class ChatCheck:
         if not (self._template or self._tokenizer.chat_template):  # TRL refuses it
             return
         reason = _empty_message(messages)
+        if all(message.get(MASKED) is False for message in messages):
+            reason = "there is nothing to learn, each message of this chat is marked as not to be learned"
         if reason is None and self._only_answers and set(row) & {"messages", "completion"}:
             reason = no_answer(messages, NO_ANSWERS)
         if reason:
@@ -160,9 +165,10 @@ def _check_tokens_of(row: Mapping[str, Any], place: str) -> None:
     """Raise DataError where a tokenized row holds no list of ids, or another number of labels than of ids."""
     lengths = []
     for name in (name for name in ("input_ids", "labels") if name in row):
-        if isinstance(row[name], str) or not hasattr(row[name], "__len__"):
+        ids = np.array(row[name], dtype=object) if hasattr(row[name], "__len__") else None
+        if ids is None or ids.ndim != 1 or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
             raise _unreadable(place, name, "a list of token ids", row[name])
-        lengths.append(len(row[name]))
+        lengths.append(len(ids))
     if len({*lengths}) > 1:
         raise uneven_labels(place, *lengths)
 
@@ -188,6 +194,8 @@ def _chat(row: Mapping[str, Any], place: str) -> Any:
     if empty is not None:
         raise DataError(f"{place}: column {empty!r}: expected messages, got an empty list.")
     first = row.get(read[0])
+    if "completion" in row and len({isinstance(row[name], list) for name in read if name in row}) > 1:
+        raise DataError(f"{place}: columns 'prompt' and 'completion': {ALIKE}.")
     return [*first, *(row.get("completion") or [])] if isinstance(first, list) and read[0] == "prompt" else first
 
 

@@ -195,7 +195,9 @@ class LigerDistillTrainer(LigerTrainer):
     def _check_rows_of_both(self, vocab_size: int) -> None:
         super().check_rows()
         check_ids(self.largest_ids, "labels", vocab_size, "the vocabulary that student and teacher share has")
+        self.row_preparation.limit_streams("labels", vocab_size)
         if self.teaching.reads is not None:
+            self.row_preparation.limit_streams("input_ids", self.teaching.reads)
             check_ids(self.largest_ids, "tokens", self.teaching.reads, "the teacher has")
 
     def _with_generation_prompts(self, prepared: Any, tokenizer: Any, args: Any) -> Any:

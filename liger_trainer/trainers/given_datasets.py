@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset, Json, LargeList, List
 
 from ..errors import DataError
 from ..teachers.row_keys import column_names
-from .chat_rows import ALPACA, ALPACA_OPTIONAL, CHATS, READ, check_preferences, in_messages
+from .chat_rows import ALIKE, ALPACA, ALPACA_OPTIONAL, CHATS, READ, check_preferences, in_messages
 from .chat_template import uneven_labels
 from .rows import values_of
 
@@ -33,16 +33,19 @@ def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, A
                 # rows that come as arrays or frames, as lists and texts; a transform stays, which TRL refuses
                 if isinstance(dataset, Dataset) and dataset.format["type"] not in (None, "custom"):
                     dataset = dataset.with_format(None, columns=dataset.format["columns"])
+                dataset = _without_padding(dataset)
             return in_messages(dataset, text_field, prompt)
         return _formatted(dataset, function, text_field)
 
     given = {name: arguments[name] for name in ("train_dataset", "eval_dataset") if arguments.get(name) is not None}
     changed = {name: read(rows) for name, rows in given.items()}
-    if isinstance(tests := given.get("eval_dataset"), Mapping):  # of training rows, TRL's refusal names the type
+    if isinstance(tests := given.get("eval_dataset"), Mapping):
         changed["eval_dataset"] = {name: read(rows) for name, rows in tests.items()}
     return changed if function is None else {**changed, "formatting_func": None}
 
 
+MASK = "attention_mask"
+BESIDE_IDS = ("labels", "completion_mask", "assistant_masks", "position_ids", "token_type_ids")
 # Names of prompts and completions in many public datasets.
 _PAIRS = ("question", "answer"), ("query", "response"), ("instruction", "response"), ("input", "output")
 
@@ -50,7 +53,7 @@ _PAIRS = ("question", "answer"), ("query", "response"), ("instruction", "respons
 def no_usable_column(have: Iterable[str], text_field: str) -> str:
     """Say which columns rows may have, which these have, and what of them looks like a slip."""
     have = list(have)
-    read = {"messages", "prompt", "completion", "input_ids", "conversations", *ALPACA, text_field}
+    read = {"messages", "prompt", "completion", "input_ids", "conversations", *ALPACA, *ALPACA_OPTIONAL, text_field}
     hints = [
         f" Rename {name!r} to {plain!r}." for name in have if (plain := name.strip().lower()) in read and plain != name
     ]
@@ -86,7 +89,7 @@ def _check_columns(dataset: Any, text_field: str) -> None:
     for name in sorted(read):
         _check_column(dataset, name, name == text_field)
     if len({isinstance(features[name], (List, LargeList)) for name in read & {"prompt", "completion"}}) > 1:
-        raise DataError("columns 'prompt' and 'completion': expected both as text, or both as lists of messages.")
+        raise DataError(f"columns 'prompt' and 'completion': {ALIKE}.")
 
 
 def _check_tokens(dataset: Any) -> None:
@@ -97,6 +100,8 @@ def _check_tokens(dataset: Any) -> None:
         entries = getattr(getattr(feature, "feature", None), "dtype", "")
         if not isinstance(feature, (List, LargeList)) or not entries.startswith(("int", "uint")):
             raise DataError(f"column {name!r}: expected a list of token ids in each row, got {feature}.")
+        if isinstance(dataset, Dataset):
+            _refuse_null(dataset, name, "a list of token ids")
     if len(names) < 2 or not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return
     lengths = (np.concatenate([np.diff(offsets) for _, offsets in values_of(dataset, name)]) for name in names)
@@ -104,6 +109,21 @@ def _check_tokens(dataset: Any) -> None:
     if len(wrong := np.flatnonzero(tokens != labels)):
         row = int(wrong[0])
         raise uneven_labels(f"row {row}", tokens[row], labels[row])
+
+
+def _without_padding(dataset: Any) -> Any:
+    """Return tokenized rows without the tokens that their `attention_mask` leaves out: the trainer pads each batch."""
+    if not isinstance(dataset, Dataset | IterableDataset) or not {"input_ids", MASK} <= {*column_names(dataset)}:
+        return dataset
+    if isinstance(dataset, Dataset) and all(values.all() for values, _ in values_of(dataset, MASK)):
+        return dataset
+
+    def read(row: Any) -> dict[str, Any]:
+        kept = [place for place, here in enumerate(row[MASK]) if here]
+        of_tokens = {name: row[name] for name in ("input_ids", *BESIDE_IDS) if row.get(name) is not None}
+        return {name: [values[place] for place in kept] for name, values in of_tokens.items()}
+
+    return dataset.map(read, remove_columns=MASK)
 
 
 def _columns_read(have: set[str], text_field: str) -> set[str]:
@@ -138,14 +158,20 @@ def _check_column(dataset: Any, name: str, plain: bool) -> None:
     # readers of CSV take a column that holds nothing for one of numbers
     if dtype.startswith(_NO_TEXT) and (not isinstance(dataset, Dataset) or nulls < len(dataset.data)):
         raise DataError(f"column {name!r}: expected text, got {dtype}. Cast it: dataset.cast_column(...).")
-    if nulls and (plain or name in CHATS):  # of rows that a selection may have left out
-        values = dataset.select_columns([name]).with_format("arrow")[:][name]
-        row = next((i for i, value in enumerate(values) if not value.is_valid), None)
-        if row is not None:
-            raise DataError(
-                f"row {row}: column {name!r}: expected {'messages' if chat else 'text'}, got null. Take "
-                f"such rows out: dataset.filter(lambda row: row[{name!r}] is not None)."
-            )
+    if nulls and (plain or name in CHATS):
+        _refuse_null(dataset, name, "messages" if chat else "text")
+
+
+def _refuse_null(dataset: Dataset, name: str, expected: str) -> None:
+    if not dataset.data.column(name).null_count:
+        return
+    values = dataset.select_columns([name]).with_format("arrow")[:][name]
+    row = next((i for i, value in enumerate(values) if not value.is_valid), None)
+    if row is not None:  # a selection may have left such rows out
+        raise DataError(
+            f"row {row}: column {name!r}: expected {expected}, got null. Take such rows out: "
+            f"dataset.filter(lambda row: row[{name!r}] is not None)."
+        )
 
 
 def _formatted(dataset: Any, function: Callable, text_field: str) -> Any:

@@ -7,7 +7,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from .chat_template import (
 from .config import LigerDistillConfig
 from .given_datasets import datasets_in_messages
 from .host import RowsHost
-from .rows import LargestIds, RowFacts, check_ids, count_rows, has_only_prompts
+from .rows import IdsAsRead, LargestIds, RowFacts, check_ids, count_rows, has_only_prompts
 
 # `weight_column`: rows that count more or less than others.
 # The loss of a batch is sum_i w(i) l(i) / N, where l(i) is the loss of token i, w(i) the weight of its row, and N the
@@ -136,10 +136,16 @@ class RowPreparation:
         self._trainer = trainer
         self.facts: dict[str, RowFacts] = {}
         self.largest_ids: dict[str, LargestIds] = {}
+        self._sizes: dict[str, int] = {}  # of the ids in streams, see `limit_streams`
         self._last_special: int | None = None  # among the last tokens that the first training row has learned
         config: Any = call.arguments.get("args")
         prepared = (getattr(config, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
         check_evaluated(call.arguments.get("eval_dataset"), not prepared)
+        train = call.arguments.get("train_dataset")
+        if not prepared:
+            _check_type("train_dataset", train)
+        tokens = isinstance(train, Dataset | IterableDataset) and {*column_names(train)}
+        self._masked = tokens and tokens >= {"input_ids", "completion_mask"}
         call.arguments.update(datasets_in_messages(call.arguments, config))
         self._config = config
         self._part: str | None = getattr(config, "supervised_part", None)
@@ -161,8 +167,11 @@ class RowPreparation:
             with replaced(self._config, assistant_only_loss=False):
                 yield
             return
+        # TRL reads the mask of tokenized rows only where it is asked to
+        asked = self._masked and getattr(self._config, "completion_only_loss", False) is None
         try:
-            yield
+            with replaced(self._config, completion_only_loss=True) if asked else nullcontext():
+                yield
         except ValueError as error:
             if not self._only_answers or "chat template is not training-compatible" not in str(error):
                 raise
@@ -221,7 +230,11 @@ class RowPreparation:
 
     def _prepared(self, prepare, dataset, processing_class, args, packing, formatting_func, dataset_name) -> Any:
         if not isinstance(dataset, Dataset):
-            return prepare(dataset, processing_class, args, packing, formatting_func, dataset_name)
+            check = IdsAsRead(dataset_name, self._sizes)
+            tokens = "input_ids" in column_names(dataset)
+            dataset = dataset.filter(check, with_indices=True) if tokens else dataset
+            made = prepare(dataset, processing_class, args, packing, formatting_func, dataset_name)
+            return made if tokens else made.filter(check, with_indices=True)
         # First only tokenized: rows can be counted only before they are cut, shuffled and packed. TRL reads what it
         # does from args, so they are changed and put back.
         with replaced(args, max_length=None, shuffle_dataset=False):
@@ -262,14 +275,20 @@ class RowPreparation:
         return fit_arguments(dataset, tokenizer, template)
 
     def check_ids(self, model: Any) -> None:
-        """Raise DataError where rows have token ids that a model does not have. Streams cannot be looked through."""
+        """Raise DataError where rows have token ids that a model does not have; of a stream, when they are read."""
+        self.limit_streams("input_ids", embedding_rows(model))
         for name, rows in self.named_datasets().items():
             # Those with skip_prepare_dataset did not pass through _prepare_dataset.
             if name not in self.largest_ids and isinstance(rows, Dataset) and "input_ids" in rows.column_names:
                 self.largest_ids[name] = LargestIds.of(rows)
         check_ids(self.largest_ids, "tokens", embedding_rows(model), "the model has")
         if output_module(model) is not None:
+            self.limit_streams("labels", head_rows(model))
             check_ids(self.largest_ids, "labels", head_rows(model), "the model's head has")
+
+    def limit_streams(self, column: str, size: int) -> None:
+        """Have rows of streams, when they are read, hold no other ids in a column than 0 to size - 1."""
+        self._sizes[column] = min(size, self._sizes.get(column, size))
 
     def named_datasets(self) -> dict[str, Any]:
         """Return the training rows as "train" and the evaluation datasets by their names, or as "eval"."""
@@ -315,14 +334,21 @@ def check_evaluated(dataset: Any, to_be_prepared: bool = True) -> None:
             "eval_dataset: 'train' is the name of the training rows; give this dataset another, such as 'seen'. To "
             "evaluate on one split of a DatasetDict, pass that split."
         )
-    for rows in dataset.values() if isinstance(dataset, Mapping) else [] if dataset is None else [dataset]:
-        if to_be_prepared and not isinstance(rows, Dataset | IterableDataset):
-            of = " in a dict" if isinstance(dataset, Mapping) else ""
-            raise DataError(
-                "eval_dataset: expected a Dataset or an IterableDataset of datasets, or a dict of them by name, got "
-                f"{type(rows).__name__}{of}. Make one of rows by Dataset.from_list(rows), of columns by "
-                "Dataset.from_dict(columns), of files by load_dataset."
-            )
+    if to_be_prepared:
+        of = " in a dict" if isinstance(dataset, Mapping) else ""
+        for rows in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
+            _check_type("eval_dataset", rows, ", or a dict of them by name", of)
+
+
+def _check_type(what: str, rows: Any, more: str = "", of: str = "") -> None:
+    """Raise DataError for rows that are given as something else than a dataset; TRL says what None is."""
+    if not isinstance(rows, Dataset | IterableDataset | None):
+        raise DataError(
+            f"{what}: expected a Dataset or an IterableDataset of datasets{more}, got {type(rows).__name__}{of}. Make "
+            "one of rows by Dataset.from_list(rows), of columns by Dataset.from_dict(columns), of a frame by "
+            "Dataset.from_pandas(frame), of a generator by IterableDataset.from_generator(function), of files by "
+            "load_dataset; of a DatasetDict take one split."
+        )
 
 
 def kept_length(args: Any, packing: bool) -> tuple[int | None, str]:

@@ -326,11 +326,30 @@ def check_ids(largest_ids: Mapping[str, LargestIds], kind: str, size: int, whose
         if len(beyond):
             row = int(beyond[0])
             what = "token id" if kind == "tokens" else "a supervised token of id"
-            raise DataError(
-                f"Row {row} of the {name} dataset has {what} {ids.view(np.int64)[row]}, but {whose} {size:,} tokens, "
-                f"ids 0 to {size - 1:,}; rows with such ids: {len(beyond):,}. Tokenize the rows with the model's own "
-                "tokenizer, or, if tokens were added to it, resize the model's embeddings."
-            )
+            has = f"has {what} {ids.view(np.int64)[row]}, but {whose} {size:,} tokens, ids 0 to {size - 1:,}"
+            raise DataError(f"Row {row} of the {name} dataset {has}; rows with such ids: {len(beyond):,}. {_TOKENIZE}")
+
+
+_TOKENIZE = (
+    "Tokenize the rows with the model's own tokenizer, or, if tokens were added to it, resize the model's embeddings."
+)
+
+
+@dataclass
+class IdsAsRead:
+    """Raises DataError where a row of a stream has an id beyond the size of its column, once there is a model."""
+
+    name: str
+    sizes: Mapping[str, int]
+
+    def __call__(self, row: Mapping[str, Any], index: int) -> bool:
+        for column, size in self.sizes.items():
+            ids = np.asarray(row.get(column, ()))
+            beyond = ids[((ids < 0) | (ids >= size)) & ((column != "labels") | (ids != -100))]
+            if len(beyond):
+                has = f"has the id {beyond[0]} in {column!r}, but there are {size:,} tokens, ids 0 to {size - 1:,}"
+                raise DataError(f"Row {index} of the {self.name} dataset {has}. {_TOKENIZE}")
+        return True
 
 
 @dataclass(frozen=True)

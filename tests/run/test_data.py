@@ -337,6 +337,14 @@ def test_the_demo_keeps_its_own_split(load, monkeypatch):
         ('{"text": "a", "image": "b"}\n' * 2, "rows.jsonl:1: an image is not there, got b"),
         ('{"text": "a"}\n', "one row cannot be both trained on and held out"),
         ("\n\n", "split 'train' has no rows"),
+        (
+            lines([{"prompt": "a", "completion": "b"}, {"prompt": CHAT[:1], "completion": CHAT[1:]}]),
+            "rows.jsonl:2: column 'prompt': expected text, as in the first row",
+        ),
+        (
+            lines([{"Instruction": "a", "Input": "", "Output": "b"}] * 2),
+            "Rename 'Instruction' to 'instruction'. Rename 'Input' to 'input'. Rename 'Output' to 'output'",
+        ),
         ("", "the file is empty"),
         ('{"Text": "a"}\n' * 2, "the rows have: Text. Rename 'Text' to 'text'."),
         ('{"question": "a", "answer": "b"}\n', "Rename 'question' to 'prompt' and 'answer' to 'completion'."),
@@ -506,6 +514,8 @@ def test_answers_that_say_nothing_are_counted(load):
     shared = "".join(json.dumps({"conversations": human}) + "\n" for _ in range(4))
     assert (load("rows.jsonl", {"rows.jsonl": shared}).facts.empty_answers or "").startswith("4 rows: ")
     assert load("rows.csv", {"rows.csv": "prompt,completion\na,b\nc,d\n"}).facts.empty_answers is None
+    blank = {"rows.jsonl": lines([{"prompt": "a", "completion": end} for end in ("b", " ", "c")])}
+    assert (load("rows.jsonl", blank).facts.empty_answers or "").endswith("rows.jsonl:2")
 
 
 def test_columns_of_a_csv_file_that_are_no_columns_say_why(load):

@@ -329,8 +329,6 @@ def test_what_trl_refuses_is_refused_in_its_words():
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat_template is not set"):
         trainer_of(OF_MESSAGES, processing_class=tokenizer)
-    with pytest.raises(TypeError, match="must be a `Dataset` or `IterableDataset`"):
-        sft(data=OF_MESSAGES)
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,11 @@ REFUSED = {
     "a number as system prompt": (
         columns(messages=[answered({"content": "w2"})], system=[3]), "column 'system': expected text, got int64",
     ),
+    "null for tokens": (columns(input_ids=[[1, 2], None]), "row 1: .*expected a list of token ids, got null"),
+    "a chat of which nothing is learned": (
+        lambda: as_written({"messages": [[{**ASKED, "train": False}]]}),
+        "row 0 of the train dataset: there is nothing to learn, each message of this chat is marked",
+    ),
     "no rows": (columns(messages=[]), "expected rows, got a dataset without any; its columns are: messages"),
     "an empty stream": (lambda: IterableDataset.from_generator(lambda: iter(())), "expected a stream of rows, got one"),
     "labels of texts": (columns(text=["w1"], labels=[1]), "column 'labels': .*made of their text"),
@@ -269,6 +274,14 @@ STREAMS = {
     "no chat": ([*TURN, {"messages": None}], "'messages': expected messages, got null"),
     "no content": ([*TURN, {"messages": answered({"content": None})}], "a message of assistant without any content"),
     "a role": ([*TURN, {"messages": [{"role": "critic", "content": "w1"}]}], "does not know the role 'critic'"),
+    "text for messages": (
+        [*[{"prompt": [ASKED], "completion": TURN[0]["messages"][1:]}] * 5, {"prompt": [ASKED], "completion": "w"}],
+        "'prompt' and 'completion': expected both as text, or both",
+    ),
+    **{
+        f"tokens like {ids}": ([*[{"input_ids": [1, 2]}] * 5, {"input_ids": ids}], "'input_ids': expected a list of t")
+        for ids in ([1.0, 2.0], ["1"], [[1, 2]], [True])
+    },
     "no tokens": ([*[{"input_ids": [1, 2]}] * 5, {"input_ids": None}], "'input_ids': expected a list of token ids"),
     "fewer labels": (
         [*[{"input_ids": [1, 2], "labels": [1, 2]}] * 5, {"input_ids": [1, 2], "labels": [1]}],
@@ -291,6 +304,8 @@ def test_rows_to_evaluate_that_are_no_dataset_are_refused_by_their_type(rows):
     refused = pytest.raises(DataError, match="eval_dataset: expected a Dataset or .*, got (list|str).* Make one of")
     with refused:
         sft(eval_data=rows)
+    with pytest.raises(DataError, match="train_dataset: expected a Dataset or .*, got (list|dict|str). Make one of"):
+        sft(data=rows)
     if not isinstance(rows, str):  # there it is a name
         with refused:
             sft().evaluate(rows)

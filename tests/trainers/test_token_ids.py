@@ -9,7 +9,7 @@ import pytest
 import requests
 import torch
 from accelerate.state import AcceleratorState
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, IterableDataset, List, Value
 from peft import LoraConfig
 from tiny import VOCAB, WORDS, completions, texts, tiny_model, tiny_tokenizer, train_args
 from trainings import batches_of, distill, logged, sft
@@ -232,12 +232,47 @@ def test_a_row_with_an_id_that_the_model_does_not_have(options):
     sft(wide(), data, max_steps=1, **options).train()
 
 
+@pytest.mark.parametrize("column", ["input_ids", "labels"])
+def test_a_stream_with_an_id_that_the_model_does_not_have(column):
+    """Known ones, as the first rows', train; each row is looked at when it is read, in training and evaluation."""
+    good = {"input_ids": GOOD, "labels": [-100, *GOOD[1:]]}
+    stream = IterableDataset.from_generator(lambda: iter([good] * 4 + [{**good, column: BAD}]))
+    said = rf"Row 4 of the (train|eval) dataset has the id {VOCAB + 6} in '{column}', but there are 64 tokens, ids 0 to"
+    for trainer in (tune(stream, num_train_epochs=1), make(tiny_model(), tiny_model(seed=1), stream)):
+        trainer.args.max_steps = 3
+        with pytest.raises(DataError, match=said):
+            trainer.train()
+        with pytest.raises(DataError, match=said):
+            trainer.evaluate(stream)
+    trainer = tune(stream.take(4))
+    trainer.train()
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model():
     tokenizer = with_tokens("<more>")
     data = Dataset.from_list([*completions(3), {"prompt": "w1 <more>", "completion": " w2"}])
     with pytest.raises(DataError, match=f"Row 3 of the train dataset has token id {VOCAB}, but the model has 64 to"):
         tune(data, processing_class=tokenizer)
-    tune(completions(3), processing_class=tokenizer).train()  # none of which uses it
+    trainer = tune(completions(3), processing_class=tokenizer)
+    trainer.train()  # none of which uses it
+    with pytest.raises(DataError, match=f"Row 3 of the eval dataset has the id {VOCAB} in 'input_ids'"):
+        trainer.evaluate(data.to_iterable_dataset())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_padding_of_tokenized_rows_is_taken_out_and_their_mask_is_learned(stream):
+    """Rows padded beforehand, on either side, train as those without; a completion_mask says what is learned."""
+
+    def logs(**of):
+        data = Dataset.from_dict({name: [values] * 8 for name, values in of.items()})
+        return logged(run(tune(data.to_iterable_dataset() if stream else data, logging_steps=1)), "grad_norm")
+
+    for ids, mask in (([*GOOD, 0, 0], [1] * 4 + [0] * 2), ([0, 0, *GOOD], [0] * 2 + [1] * 4)):
+        assert logs(input_ids=ids, attention_mask=mask) == logs(input_ids=GOOD)
+        labels = [-100 if not kept or token == 2 else token for token, kept in zip(ids, mask, strict=True)]
+        of_labels = logs(input_ids=GOOD, labels=[1, -100, 3, 4])
+        assert logs(input_ids=ids, attention_mask=mask, labels=labels) == of_labels != logs(input_ids=GOOD)
+    assert logs(input_ids=GOOD, completion_mask=[1, 0, 1, 1]) == of_labels
 
 
 def test_ids_below_zero():

@@ -28,6 +28,7 @@ from .row_checks import (
     hashable,
     image_column,
     image_problem,
+    kind_of,
     learned_answers,
     row_problem,
     undecoded,
@@ -104,11 +105,11 @@ def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> Run
     columns, more = tuple(train.column_names), _further_columns(config, train, test, used)
     whole = [rows.select_columns([*used, *(c for c in more if c in rows.column_names)]) for rows in (train, test)]
     train, test = train.select_columns(list(used)), test.select_columns(list(used))
-    digest = hashlib.sha256()
+    digest, first = hashlib.sha256(), train[0]
 
     def problem_of(row: dict[str, Any]) -> str | None:
         problem = row_problem(row, form, config["dataset_text_field"], vocabulary, learned_answers(config))
-        return problem if problem is not None or images is None else image_problem(row)
+        return problem or _unlike(row, first) or (None if images is None else image_problem(row))
 
     good = {
         split: _good_rows(rows, partial(at, split), problem_of, bad, digest)
@@ -145,6 +146,15 @@ def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> Run
     for rows in (train, test):
         rows.info.dataset_name = facts.name  # for messages, wherever the rows go
     return RunData(train, test, facts, lambda split, i: BadRows.name(at(split, kept[split][i])))
+
+
+def _unlike(row: dict[str, Any], first: dict[str, Any]) -> str | None:
+    """Return why a row with a prompt does not go with the first row, or None: TRL reads all as it reads the first."""
+    chats = isinstance(first.get("prompt"), list)
+    if not isinstance(row.get("prompt"), str if chats else list):
+        return None
+    expected = f"column 'prompt': expected {'messages' if chats else 'text'}, as in the first row"
+    return f"{expected}, got {kind_of(row['prompt'])}"
 
 
 def _further_columns(config: "RunConfig", train: "Dataset", test: "Dataset", used: Sequence[str]) -> list[str]:

@@ -161,7 +161,7 @@ def _hash_of(image: dict[str, Any]) -> str:
 
 # columns that are read in addition to those of the form
 CHAT_COLUMNS = ("tools", "chat_template_kwargs")
-TOKEN_COLUMNS = ("labels", "completion_mask", "assistant_masks", "position_ids", "seq_lengths")
+TOKEN_COLUMNS = ("labels", "attention_mask", "completion_mask", "assistant_masks", "position_ids", "seq_lengths")
 OPTIONAL_COLUMNS = {
     "input_ids": TOKEN_COLUMNS,
     "messages": ("system", *CHAT_COLUMNS),
@@ -270,7 +270,9 @@ def learned_answers(config: "RunConfig") -> str | None:
 
 
 def has_empty_answer(row: dict) -> bool:
-    """Return whether an answer in a chat says nothing and calls nothing: the model would learn to be silent there."""
+    """Return whether an answer says nothing and calls nothing: the model would learn to be silent there."""
+    if any(isinstance(text, str) and not text.strip() for text in (row.get("completion"), row.get("output"))):
+        return True
     chats = [row.get(name) for name in ("messages", "conversations", "completion")]
     return any(
         ROLES.get(role := message.get("role", message.get("from")), role) == "assistant"
@@ -373,7 +375,7 @@ def _chat_problem(messages: Any, column: str, images: bool) -> str | None:
         if not isinstance(message, dict) or not isinstance(message.get(role), str):
             return f"{wanted}, got a message {message!r:.80}"
         text = message.get(content)
-        if not isinstance(text, (str, list)) and not message.get("tool_calls"):
+        if not isinstance(text, (str, list)) and not (message.get("tool_calls") or message.get("function_call")):
             return f"{wanted}, got a message whose {content} is {kind_of(text)}"
         problem = message_problem(message, images, content)
         if problem:
