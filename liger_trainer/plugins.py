@@ -5,6 +5,7 @@ The core never imports extras otherwise, which the lint contracts check.
 
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 DEMO = "demo:"  # begins the name of a model or a data set that is made on this machine
@@ -82,6 +83,12 @@ class TrainerPlugin:
     def files_hold(self, trainer: Any) -> AbstractContextManager[None]:
         """Return a context in which the model has the weights that files hold, to be saved or read."""
         return nullcontext()
+
+    def saved(self, trainer: Any, folder: Path) -> None:
+        """Write what belongs to its part beside the model's files, which the first process has written."""
+
+    def loaded(self, trainer: Any, folder: Path) -> None:
+        """Read what belongs to its part from a checkpoint, whose weights have been read into the model."""
 
 
 def of_trainer(args: Any, *modules: Any) -> list[TrainerPlugin]:

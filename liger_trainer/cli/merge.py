@@ -59,13 +59,13 @@ def merge(
     of, weights_dtype = name_or_path(model.config), model.dtype
     try:
         with writing_to(out), staged_folder(out) as staged:
-            from ..common.mtp_head import keep_mtp_head
+            from ..common.mtp_head import SHARD, keep_mtp_head
             from ..common.weights import logits_of
 
             expected = logits_of(model)
             model.save_pretrained(staged)
             tokenizer.save_pretrained(staged)
-            kept = keep_mtp_head(model, staged)
+            kept = keep_mtp_head(model, staged, trained=run_dir / SHARD)
             del model  # one copy of the weights is in memory when the files are read again
             _check_files(staged, expected, weights_dtype)
             files = sorted(path.name for path in staged.iterdir())

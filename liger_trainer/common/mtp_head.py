@@ -4,7 +4,7 @@ Qwen3.5, DeepSeek-V3, GLM-4.5 and others have layers that predict a further toke
 of transformers skip them (`_keys_to_ignore_on_load_unexpected`), so a model that was loaded and saved has lost them.
 Here a saved model gets them back, byte by byte, from the files that it was loaded from. Its own files stay as they are:
 an index names them and one more. Servers read by the index; transformers reads a single file without it. A head that
-is trained is part of the model, and saved with it (extras/mtp.py).
+is trained is part of the model, and saved with it or beside its adapter (extras/mtp.py).
 
 Source    Gloeckle et al. 2024, arXiv:2404.19737; DeepSeek-V3, arXiv:2412.19437
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..compat.models import name_or_path
@@ -24,11 +24,16 @@ from ..plugins import MTP
 from .files import is_path, write_atomically
 
 ONE_FILE, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-mtp.safetensors"
+# copies that a head may have of the model's parts, by its own names; and what returns these
+COPIES = {"embed_tokens.weight": "get_input_embeddings", "shared_head.head.weight": "get_output_embeddings"}
 _SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 
-def keep_mtp_head(model: nn.Module | None, folder: Path) -> str | None:
+def keep_mtp_head(model: nn.Module | None, folder: Path, trained: Path | None = None) -> str | None:
     """Add the tensors that were not loaded into `model` to the files of the whole model in `folder`.
+
+    Args:
+        trained: a file that may be there, beside an adapter, of a head that was trained with it.
 
     Returns:
         What there is to say, also where the head cannot be read or written; None if there is none, the model has it,
@@ -43,13 +48,24 @@ def keep_mtp_head(model: nn.Module | None, folder: Path) -> str | None:
         tensors = head_in_files(model, folder) if saved else {}
         if not tensors:
             return None
+        was_trained = trained is not None and trained.is_file()
+        if trained is not None and was_trained:
+            tensors |= load_file(trained) | _copies(model, tensors)
         save_file(tensors, folder / SHARD, metadata={"format": "pt"})
         size = sum((folder / file).stat().st_size for file in {*saved.values(), SHARD})
         index = {"metadata": {"total_size": size}, "weight_map": saved | dict.fromkeys(tensors, SHARD)}
         write_atomically(folder / INDEX, json.dumps(index, indent=2))
     except (OSError, ValueError, KeyError, SafetensorError) as error:  # the model itself is saved
         return f"{head} is not kept: {error}"
+    if was_trained:
+        return f"{head} is kept as it was trained beside the adapter ({len(tensors)} tensors)."
     return f"{head} is kept as it was ({len(tensors)} tensors): untrained, so fewer of its drafts may be accepted."
+
+
+def _copies(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of a head's tensors that copy parts of the model, as these are in the model now."""
+    parts = {name: COPIES[end] for name in tensors for end in COPIES if name.endswith(f".{end}")}
+    return {n: getattr(model, part)().weight.detach().clone().to(tensors[n].dtype) for n, part in parts.items()}
 
 
 def head_in_files(model: Any, other_than: Path | None = None) -> dict[str, Tensor]:
@@ -59,14 +75,26 @@ def head_in_files(model: Any, other_than: Path | None = None) -> dict[str, Tenso
         OSError, ValueError, KeyError, SafetensorError: the files cannot be read.
         ValueError: they are not found; they are quantised; the model is of another size now.
     """
-    config, patterns = model.config, _patterns(model)
-    if not patterns:
+    config = model.config
+    if not _patterns(model):
         return {}
     source = _folder_of(name_or_path(config), getattr(config, "_commit_hash", None))
     if source is None:
         raise ValueError("if there is one; its files are not found.")
     if other_than is not None and source.resolve() == other_than.resolve():
         return {}
+    return head_in_folder(model, source)
+
+
+def head_in_folder(model: Any, source: Path) -> dict[str, Tensor]:
+    """Return the tensors of the head of such a model in a folder: beside an adapter, or in the files of a whole model.
+
+    Raises:
+        OSError, ValueError, KeyError, SafetensorError: as `head_in_files`.
+    """
+    if (source / SHARD).is_file() and not any((source / name).is_file() for name in (INDEX, ONE_FILE)):
+        return load_file(source / SHARD)
+    config, patterns = model.config, _patterns(model)
     stored = json.loads((source / "config.json").read_text(encoding="utf-8"))
     depth = (stored.get("text_config") or stored).get("num_hidden_layers", 0)
     head = {
@@ -87,7 +115,7 @@ def head_in_files(model: Any, other_than: Path | None = None) -> dict[str, Tenso
 
 def _patterns(model: Any) -> list[str]:
     """Return what the names of such heads may match. Others are of towers that a model of text leaves out."""
-    ignored = getattr(type(model), "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return [pattern for pattern in ignored if "mtp" in pattern or "layers" in pattern]
 
 

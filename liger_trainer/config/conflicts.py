@@ -238,8 +238,6 @@ _OF_TRL = (
         "adapters leave the base as it is; train them on packed weights with load_in_4bit, or leave use_peft out."),
     Conflict("qat", QAT & SHARDED,
         "does not go with FSDP or DeepSpeed, which shard weights; use ddp."),
-    Conflict("mtp_loss_weight", TRAINS_HEAD & on("use_peft"),
-        "adapters' files do not hold the head; leave one of them out."),
     Conflict("mtp_loss_weight", TRAINS_HEAD & SHARDED,
         "does not go with FSDP or DeepSpeed, which shard the model's parts; use ddp."),
     *(Conflict(key, on(key) & equals("accelerate_config", CHOSEN),

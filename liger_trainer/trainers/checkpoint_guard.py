@@ -170,6 +170,7 @@ class CheckpointGuard:
             return
         with self._reading(Path(folder)):
             load(folder, model)
+            self._read_more(Path(folder))
 
     def load_best(self, load: Callable[[], None]) -> None:
         """Have Trainer `load` the best checkpoint, unless it is damaged."""
@@ -178,6 +179,11 @@ class CheckpointGuard:
         if not self._loaded_encoder(best):
             with self._reading(best):
                 load()
+                self._read_more(best)
+
+    def _read_more(self, folder: Path) -> None:
+        for plugin in self._trainer.plugins():
+            plugin.loaded(self._trainer, folder)
 
     def load_again(self, load_result: Any) -> bool:
         """Load the weights again where Trainer could not, since the files have other names for them.

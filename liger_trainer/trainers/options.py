@@ -278,7 +278,7 @@ class QatConfig:
 
 @dataclass
 class MtpConfig:
-    """The head for multi-token prediction that a model's files have beside it (Qwen3.5's).
+    """The head for multi-token prediction that a model's files have beside it (Qwen3.5's, DeepSeek-V3's).
 
     Args:
         mtp_loss_weight: the head is trained beside the model, which learns what it would without: its loss, times this

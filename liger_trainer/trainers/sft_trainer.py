@@ -495,9 +495,11 @@ class LigerTrainer(SFTTrainer):
             if kept := keep_mtp_head(self.model, Path(output_dir or self.args.output_dir or "")):
                 announce(kept)
 
-    def _save(self, *args, **kwargs):
+    def _save(self, output_dir=None, state_dict=None):
         with public_files(self.args):
-            super()._save(*args, **kwargs)
+            super()._save(output_dir, state_dict)
+        for plugin in self.plugins():
+            plugin.saved(self, Path(output_dir or self.args.output_dir or ""))
 
     def _push_from_checkpoint(self, checkpoint_folder):
         if not self.checkpoint_guard.is_staging:  # else it is pushed once it has its name

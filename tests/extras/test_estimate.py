@@ -102,9 +102,12 @@ def test_a_trained_head_for_multi_token_prediction_is_counted():
     config: Any = transformers.AutoConfig.for_model("qwen3_5_text", **sizes)
     spec = step(student=ModelSpec(config, torch.float32))
     plain, memory = simulate(spec), simulate(dataclasses.replace(spec, mtp_weight=0.1))
+    lora = dataclasses.replace(spec, peft=LoraConfig(target_modules=["q_proj"]))
+    of_adapters = simulate(lora).trainable, simulate(dataclasses.replace(lora, mtp_weight=0.1)).trainable
     width = config.hidden_size
     head = sum(p.numel() for p in built(spec).model.layers[0].parameters()) + 3 * width + 2 * width**2
     assert memory.parameters - plain.parameters == memory.trainable - plain.trainable == head
+    assert of_adapters[1] - of_adapters[0] == head
     for part, bytes_each in {"student weights": 4, "gradients": 4, "optimizer state": 8}.items():
         more = parts(memory, "optimizer")[part] - parts(plain, "optimizer")[part]
         assert more == pytest.approx(bytes_each * head, rel=0.2), part  # in whole blocks, with step counts

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from mtp_heads import save_with_head
-from peft import LoraConfig
+from mtp_heads import save_with_head, stored_head
+from peft import PromptTuningConfig
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, FirstGradients, assert_same_gradients, completions, texts, tiny_model, tiny_tokenizer
 from torch import nn
@@ -46,10 +46,6 @@ def with_a_tower(source: Path, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     return save_with_head(tmp_path_factory.mktemp("attention") / "source")
-
-
-def stored_head(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: weight for name, weight in load_file(folder / ONE_FILE).items() if name.startswith("mtp.")}
 
 
 def by_definition(folder: Path, rows: list[tuple[list[int], list[int]]], count: int | None = None) -> Any:
@@ -244,7 +240,7 @@ def test_a_part_of_the_models_own_with_the_heads_name_is_left_alone(source):
 
 
 REFUSED = {
-    "adapters": {"peft_config": LoraConfig(target_modules=["q_proj"])},
+    "prompts that are trained": {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)},
     "compute_loss_func": {"compute_loss_func": lambda outputs, labels, **how: outputs.logits.sum()},
     "an optimizer that was made before": {"optimizers": (torch.optim.SGD([nn.Parameter(torch.ones(1))]), None)},
 }

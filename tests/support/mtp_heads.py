@@ -1,5 +1,6 @@
-"""A tiny Qwen3.5 whose file has a head for multi-token prediction."""
+"""Tiny models whose files have a head for multi-token prediction, laid out as those of their families."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,108 @@ SIZES: dict[str, Any] = {
     "linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 ATTENTION = ["full_attention", "full_attention"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_ROUTED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+_LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "head_dim": 8,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+DEEPSEEK = {  # with a head that is a layer behind the last, whose number the class has in its patterns
+    "deepseek_v3": {**_ROUTED, **_LATENT},
+    "glm4_moe": {**_ROUTED},
+    "glm4_moe_lite": {**_ROUTED, **_LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+}
+_QWEN_EXPERTS = {**EXPERTS, "shared_expert_intermediate_size": 16}
+QWEN = {  # with a head below `mtp.`
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
+    "qwen3_5_moe_text": {**_QWEN_EXPERTS, "layer_types": ["linear_attention", "full_attention", "full_attention"]},
+    "qwen3_next": {**_QWEN_EXPERTS, "layer_types": ["linear_attention", "full_attention", "full_attention"]},
+    "mellum": {
+        **EXPERTS, "num_mtp_layers": 1, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "mlp_layer_types": ["sparse", "sparse", "sparse"], "sliding_window": 4,
+    },
+    "exaone_moe": {
+        **EXPERTS, "num_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "layer_types": [*ATTENTION, "full_attention"], "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "sliding_window": 8,
+    },
+}  # fmt: skip
+PARTS = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
 
 
 def save_with_head(folder: Path, layer_types=ATTENTION, **more) -> Path:
     """A tiny Qwen3.5 with a head in its file, random and far from small."""
+    return save_family(folder, "qwen3_5_text", layer_types=[*layer_types, "full_attention"], **more)
+
+
+def save_family(folder: Path, family: str, **more) -> Path:
+    """A tiny model of such a family with a head in its file, random and far from small.
+
+    It is saved with a layer more, which in the file becomes the head's, with experts as the family's files have them.
+    """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "qwen3_5_text", **SIZES, layer_types=list(layer_types), num_hidden_layers=len(layer_types), **more
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    block = next(b for b, kind in zip(model.model.layers, layer_types, strict=True) if kind == "full_attention")
-    head = {f"layers.0.{name}": 0.3 * torch.randn_like(weight) for name, weight in block.state_dict().items()}
-    head["fc.weight"] = 0.3 * torch.randn(32, 64)
-    head |= {f"{n}.weight": 0.3 * torch.randn(32) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    config: Any = deep_config(family, **more)
+    model: Any = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # so that tokens differ
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
+        for weight in model.model.layers[-1].parameters():
+            weight.copy_(0.3 * torch.randn_like(weight))
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    head = {f"mtp.{name}": weight for name, weight in head.items()}
-    save_file({**load_file(folder / ONE_FILE), **head}, folder / ONE_FILE, metadata={"format": "pt"})
+    depth = config.num_hidden_layers - 1
+    written = json.loads((folder / "config.json").read_text())
+    kinds = {name: written[name][:-1] for name in ("layer_types", "mlp_layer_types") if written.get(name)}
+    (folder / "config.json").write_text(json.dumps({**written, **kinds, "num_hidden_layers": depth}))
+    behind = f"model.layers.{depth}."
+    parts = {f"{n}.weight": 0.3 * torch.randn(32) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    parts["fc.weight"] = 0.3 * torch.randn(32, 64)
+    weights = load_file(folder / ONE_FILE)
+    if family in DEEPSEEK:
+        head = {behind + f"{PARTS[name.removesuffix('.weight')]}.weight": weight for name, weight in parts.items()}
+        head[f"{behind}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        head[f"{behind}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    else:
+        head = {f"mtp.{name}": weight for name, weight in parts.items()}
+        weights = {name.replace(behind, "mtp.layers.0."): weight for name, weight in weights.items()}
+    save_file({**weights, **head}, folder / ONE_FILE, metadata={"format": "pt"})
     return folder
+
+
+def deep_config(family: str, **more) -> Any:
+    """The configuration with the head's layer counted among the layers."""
+    sizes = {**SIZES, **(DEEPSEEK.get(family) or QWEN[family]), **more}
+    return AutoConfig.for_model(family, **{"num_hidden_layers": len(sizes.get("layer_types", "123")), **sizes})
+
+
+def stored_head(folder: Path, family: str = "qwen3_5_text") -> dict[str, torch.Tensor]:
+    """The head's weights in a file, by the names there."""
+    weights = load_file(folder / ONE_FILE)
+    depth = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    beginning = f"model.layers.{depth}." if family in DEEPSEEK else "mtp."
+    return {name: weight for name, weight in weights.items() if name.startswith(beginning)}
+
+
+def deep_model(folder: Path, family: str = "qwen3_5_text") -> tuple[Any, dict[str, torch.Tensor]]:
+    """The model in fp64 with the head's layer behind its own, and the head's other weights by Qwen3.5's names."""
+    config = AutoConfig.from_pretrained(folder)
+    depth = config.num_hidden_layers
+    for name in ("layer_types", "mlp_layer_types"):
+        if getattr(config, name, None):
+            heads = getattr(config, f"mtp_{name}", None) or [getattr(deep_config(family), name)[-1]]
+            setattr(config, name, [*getattr(config, name), heads[0]])
+    config.num_hidden_layers = depth + 1
+    behind, parts, weights = f"model.layers.{depth}.", {}, {}
+    for name, weight in load_file(folder / ONE_FILE).items():
+        below = name.removeprefix("mtp.").removeprefix(behind)
+        own = next((o for o, theirs in PARTS.items() if below in (f"{o}.weight", f"{theirs}.weight")), None)
+        if own is not None and below != name:
+            parts[own] = weight.double()
+        elif not below.startswith(("embed_tokens", "shared_head")):
+            weights[name.replace("mtp.layers.0.", behind)] = weight
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    cls: Any = type(AutoModelForCausalLM.from_config(config))
+    return cls.from_pretrained(None, config=config, state_dict=weights, **how).double(), parts

@@ -366,7 +366,7 @@ class _TrainerSteps:
         inputs = {"input_ids": ids, **({"attention_mask": torch.ones_like(ids)} if spec.masked else {})}
         how = self._taught(inputs)
         if spec.mtp_weight:
-            how["mtp_pass"] = MtpPass(self.student.mtp, spec.mtp_weight, None)
+            how["mtp_pass"] = MtpPass(base_of(self.student).mtp, spec.mtp_weight, None)
         with _autocast(spec.autocast):
             outputs = self.student(
                 **inputs, **how, labels=ids, use_cache=False, fused_lm_head=True, num_items_in_batch=1.0
@@ -405,7 +405,8 @@ def _student(spec: StepSpec) -> Any:
             if spec.student.bits is not None:
                 _round_adapters(model)
         if spec.mtp_weight:
-            model.mtp = MtpHead(model)
+            base = base_of(model)
+            base.mtp = MtpHead(base)
     # preserve_rng_state would read the state of the GPU, and there is none.
     if spec.checkpointing is not None:
         base_of(model).gradient_checkpointing_enable({**spec.checkpointing, "preserve_rng_state": False})
