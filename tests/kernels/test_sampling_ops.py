@@ -207,6 +207,18 @@ def test_tokens_are_noted_where_rows_are_not_done(ends):
 
 
 @launched
+def test_a_temperature_that_is_off_by_a_percent_draws_others():
+    """Logits that take the noise away, but for one thousandth of a token's score."""
+    logits, *places = draw_inputs(3, 40)
+    wanted = torch.tensor([7, 39, 0], device=DEVICE)
+    logits = -0.7 * gumbel_reference(*places, 40).scatter_add(
+        1, wanted[:, None], torch.full((3, 1), -1e-3, device=DEVICE)
+    )
+    assert torch.equal(draw_tokens(logits, *places, temperature=0.7), wanted)
+    assert not (draw_tokens(logits, *places, temperature=0.707) == wanted).any()
+
+
+@launched
 def test_of_equal_logits_the_first_is_the_likeliest():
     logits, *rest = draw_inputs(3, 4000)
     logits = logits.clone().zero_()

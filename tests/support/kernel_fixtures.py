@@ -19,8 +19,12 @@ TABLES = ("divergence", "loss", "name")  # parameters that hold or name the op t
 
 
 def _path(item: pytest.Item) -> tuple[str, torch.dtype | None]:
-    parameters = item.callspec.params
-    return parameters.get("place") or parameters.get("fp32") or ("", None)
+    """The path of a case, and its dtype where the same parameter says it."""
+    for value in item.callspec.params.values():
+        path, dtype = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        if isinstance(path, str) and path in PATHS and (dtype is None or isinstance(dtype, torch.dtype)):
+            return path, dtype
+    return "", None
 
 
 def _pairs(item: pytest.Item) -> set[tuple]:
@@ -28,7 +32,7 @@ def _pairs(item: pytest.Item) -> set[tuple]:
 
     In 16 bits only the dtype.
     """
-    parameters = {name: id(value) for name, value in item.callspec.params.items() if name not in ("place", "fp32")}
+    parameters = {name: id(value) for name, value in item.callspec.params.items()}
     op = next((parameters.pop(name) for name in TABLES if name in parameters), None)
     op = getattr(item.callspec.params.get("case"), "op", op)
     path, dtype = _path(item)
