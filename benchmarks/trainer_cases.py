@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from .shapes import config_of, vision_sizes
+from .shapes import config_of
 
 MEAN_LENGTH, SHORTEST, LONGEST, SIGMA = 300, 16, 2048, 1.0
 TINY_LENGTH, TINY_SCALE = 32, 32  # of full rows; and what the other lengths are divided by
 PAD, END, FIRST = 0, 1, 2  # ids; words begin at FIRST
-FIRST_BESIDE_IMAGE, LAST_BESIDE_IMAGE = 10, 100_000  # words of rows with an image: none of them is a mark of one
 SPECIAL: dict[str, Any] = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}  # of a model
 
 
@@ -40,10 +39,7 @@ REFERENCE = "trl"  # plain TRL, where it fits
 LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 0.02
 
 
-SIZES = {
-    "full": "{} x {}", "packed": "packed {} x {}", "padded": "padded {} rows of at most {}",
-    "image": "{} x {} with an image",
-}  # fmt: skip
+SIZES = {"full": "{} x {}", "packed": "packed {} x {}", "padded": "padded {} rows of at most {}"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class Case:
     Attributes:
         rows: of a batch, in one micro-batch. A row of DPO is a pair.
         length: tokens of a row: all have as many, or are packed into as many, or have at most as many.
-        layout: "full", "packed", "padded", or "image": one image, then text.
+        layout: "full", "packed" or "padded".
         method: "DPO" or "GRPO"; empty for fine-tuning, and for distillation, which has a teacher.
         teacher: the teacher's shape, of a distillation by forward KL.
         lora_dropout: of adapters of rank 16 on all linear layers; None trains all weights.
@@ -136,7 +132,7 @@ class Case:
         return f"{self.kind}, {what}, {how}, {size}{more}"
 
 
-SMALL, LLAMA, QWEN_VL, GEMMA = "Qwen3-0.6B", "Llama-3.2-1B", "Qwen2.5-VL-3B, 8 layers", "Gemma-3-4B, 8 layers"
+SMALL, LLAMA = "Qwen3-0.6B", "Llama-3.2-1B"
 ON_POLICY = "on-policy KD"  # prompts of a third of a row, completions of the rest
 SAMPLED = Plan(2, 6, 2)  # GRPO samples for all steps before the first: more would not fit
 # Plain TRL does not fit on 80 GB. The rate is halved, since losses of wide models jump.
@@ -174,10 +170,6 @@ CASES = (
     Case(
         "lora-qwen3-30b-a3b", "Qwen3-30B-A3B", 4, 2048, layers=4, lora_dropout=0.0, experts=True, default=False
     ),
-    Case("sft-qwen2.5-vl-3b", QWEN_VL, 8, 1024, "image", default=False),
-    Case("lora-qwen2.5-vl-3b", QWEN_VL, 8, 1024, "image", lora_dropout=0.0, checkpointing=True, default=False),
-    Case("sft-gemma-3-4b", GEMMA, 8, 1024, "image", default=False),
-    Case("lora-gemma-3-4b", GEMMA, 8, 1024, "image", lora_dropout=0.0, checkpointing=True, default=False),
     Case("on-policy-qwen3-0.6b", SMALL, 64, 384, "full", ON_POLICY, "Qwen3-1.7B", default=False, plan=Plan(3, 3, 1)),
     # the same tokens, given: what a step takes without sampling
     Case("on-policy-rows-qwen3-0.6b", SMALL, 64, 384, teacher="Qwen3-1.7B", default=False, plan=Plan(3, 3, 1)),
@@ -210,22 +202,9 @@ def make_rows(case: Case, plan: Plan, tiny: bool, seed: int = 0) -> list[list[in
 def _random_rows(case: Case, plan: Plan, tiny: bool, seed: int) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     lengths = _lengths(case, plan, tiny, rng)
-    first, last = FIRST, case.config(tiny).get_text_config().vocab_size
-    if case.layout == "image":
-        first, last = FIRST_BESIDE_IMAGE, min(last, LAST_BESIDE_IMAGE)
-    frequencies = 1 / np.arange(first, last)
-    ids = rng.choice(np.arange(first, last), sum(lengths), p=frequencies / frequencies.sum())
-    rows = [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
-    if case.layout != "image":
-        return rows
-    marks = image_tokens(case.shape, tiny)
-    return [[*marks, *row[len(marks) :]] for row in rows]
-
-
-def image_tokens(shape: str, tiny: bool) -> list[int]:
-    """Return the placeholders of an image between the tokens that begin and end it."""
-    sizes = vision_sizes(shape, tiny)
-    return [sizes["begins"], *[sizes["image"]] * sizes["tokens"], sizes["ends"]]
+    words = np.arange(FIRST, case.config(tiny).vocab_size)
+    ids = rng.choice(words, sum(lengths), p=1 / words / (1 / words).sum())
+    return [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
 
 
 def draw_lengths(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -235,7 +214,7 @@ def draw_lengths(rng: np.random.Generator, count: int) -> np.ndarray:
 
 def _lengths(case: Case, plan: Plan, tiny: bool, rng: np.random.Generator) -> list[int]:
     longest = length_of(case, tiny)
-    if case.layout in ("full", "image"):
+    if case.layout == "full":
         return [longest] * (case.rows * plan.steps)
     scale = TINY_SCALE if tiny else 1
     lengths = (draw_lengths(rng, 200 * case.rows * plan.steps) / scale).astype(int).clip(2, longest)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .shapes import ImageCollator, random_model
+from .shapes import random_model
 from .trainer_cases import END, ON_POLICY, PAD, REFERENCE, Case, length_of, make_tokenizer, text_of
 
 NEVER = 10**6  # steps
@@ -201,7 +201,7 @@ def prepare(
 
     inputs: dict[str, Any] = {
         "train_dataset": Dataset.from_dict({"input_ids": rows}),
-        "processing_class": make_tokenizer(case.config(tiny).get_text_config().vocab_size),
+        "processing_class": make_tokenizer(case.config(tiny).vocab_size),
     }
     if case.lora_dropout is not None and provider.trainer != "unsloth":
         from peft import LoraConfig
@@ -215,9 +215,6 @@ def prepare(
         "save_strategy": "no", "logging_steps": NEVER, "disable_tqdm": True, "seed": 7, "data_seed": 7,
         **provider.options,
     }  # fmt: skip
-    if case.layout == "image":  # what a processor makes of a row takes the host's time, the same for all
-        inputs["data_collator"] = ImageCollator(case.shape, tiny, case.rows)
-        options |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
     return Run(case, provider, tiny, device, folder, options, inputs)
 
 
@@ -226,12 +223,10 @@ def lora_options(case: Case) -> dict[str, Any]:
 
 
 def _targets(case: Case) -> dict[str, Any]:
-    """Return which weights get adapters: all linear layers, only of the text where there are images."""
+    """Return which weights get adapters: all linear layers, and experts where there are to be some."""
     targets: dict[str, Any] = {"target_modules": "all-linear"}
     if case.experts:
         targets["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
-    if case.layout == "image":
-        targets["exclude_modules"] = r".*(visual|vision_tower|multi_modal_projector).*"
     return targets
 
 

@@ -74,7 +74,6 @@ class Row:
     measured: Measured | None = None
     failure: str | None = None
     started: bool = False
-    since: float = 0.0  # the clock's seconds at its start
     took: float = 0.0  # seconds, with all that is not timed
     loss_gap: float | None = None
     norm_gap: float | None = None
@@ -87,9 +86,7 @@ class Row:
     def data(self) -> dict[str, Any]:
         """Return what is written: a row that failed has no times."""
         times = ("ms", "seconds", "busy_ms", "traced_ms", "reserved_mib", "allocated_mib") if self.failure else ()
-        values = {
-            name: value for name, value in asdict(self).items() if name not in ("case", "provider", "measured", "since")
-        }
+        values = {name: value for name, value in asdict(self).items() if name not in ("case", "provider", "measured")}
         measured = {} if self.measured is None else asdict(self.measured)
         values |= {name: value for name, value in measured.items() if name not in times}
         return {"case": self.case.name, "provider": self.provider.name, **values}
@@ -149,25 +146,18 @@ def load(row: Row, options: argparse.Namespace) -> Process:
     return process
 
 
-def one_by_one(rows: Sequence[AnyRow]) -> Iterator[Sequence[AnyRow]]:
-    return ([row] for row in rows)
-
-
 def measure(
     rows: Sequence[AnyRow],
     options: argparse.Namespace,
     load: Callable[[AnyRow, Any], Any] = load,
-    ahead: int = AHEAD,
-    together: Callable[[Sequence[AnyRow]], Iterator[Sequence[AnyRow]]] = one_by_one,
 ) -> Iterator[AnyRow]:
     """Run rows in turn, and judge each. Those behind a time limit, or of absent packages, say so.
 
-    Those that compile, for minutes, come last: a run that is cut off has the others of all cases. `together` yields
-    the rows that run at the same time.
+    Those that compile, for minutes, come last: a run that is cut off has the others of all cases.
     """
     rows = sorted(rows, key=lambda row: row.provider.compiles)
     plain = {row.group: row for row in rows if row.provider.name == row.case.reference}
-    size = min(ahead, os.cpu_count() or 1)
+    size = min(AHEAD, os.cpu_count() or 1)
     for group in (rows[at : at + size] for at in range(0, len(rows), size)):
         for row in group:
             row.failure = row.failure or row.provider.missing(row.case) or _late(options)
@@ -175,32 +165,25 @@ def measure(
         try:
             for row, process in processes.items():  # no import while another is timed
                 row.failure = process.result(options.row_limit)[1]
-            for bunch in together(group):
-                for row in bunch:
-                    _start(row, processes.get(row), options)
-                for row in bunch:
-                    if row.started:
-                        _finish(row, processes[row], options)
-                        judge(row, plain[row.group])
-                    yield row
+            for row in group:
+                row.failure = row.failure or _late(options)
+                if row.failure is None:
+                    _run(row, processes[row], options)
+                    judge(row, plain[row.group])
+                yield row
         finally:
             for process in processes.values():
                 process.close()
 
 
-def _start(row: Row, process: Any, options: argparse.Namespace) -> None:
-    row.failure = row.failure or _late(options)
-    if row.failure is None:
-        row.started, row.since = True, time.monotonic()
-        process.start("run", row.case, row.provider)
-
-
-def _finish(row: Row, process: Any, options: argparse.Namespace) -> None:
-    until = min(row.since + options.row_limit, max(row.since + 1.0, options.deadline))
+def _run(row: Row, process: Any, options: argparse.Namespace) -> None:
+    row.started, since = True, time.monotonic()
+    process.start("run", row.case, row.provider)
+    until = min(since + options.row_limit, max(since + 1.0, options.deadline))
     row.measured, row.failure = process.result(max(1.0, until - time.monotonic()))
     if row.failure and _late(options):
         row.failure = f"cut off: {options.time_limit:g} s were over"
-    row.took = time.monotonic() - row.since
+    row.took = time.monotonic() - since
     say(row.case.name, f"{row.provider.name}: {row.took:.1f} s {row.failure or ''}")
     process.close()
 
