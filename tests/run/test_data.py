@@ -233,6 +233,7 @@ def where_rows_are(load, *files: str) -> dict[str, set[str]]:
         ("train/a.jsonl", "test/a.jsonl", ()), (f"data/train{SHARD}", f"data/test{SHARD}", ()),
         ("my_train.jsonl", "my_test.jsonl", ()), ("train_sft.jsonl", "Validation-2.jsonl", ()),
         ("train.jsonl", "eval.jsonl", ("config.json", ".train.jsonl", "out/trainer_state.json", "__MACOSX/a.jsonl")),
+        ("train.jsonl", None, ("samples/index.json", "samples/part-000000.jsonl")),
         (f"main/train{SHARD}", f"main/test{SHARD}", ()), ("x/data.jsonl", None, ()),
         ("train.jsonl", "test.jsonl", ("validation.jsonl",)), ("latest.jsonl", None, ("dataset_info.json",)),
     ],

@@ -160,9 +160,10 @@ def _load_directory(config: "RunConfig", bad: BadRows, path: Path) -> LoadedData
 def _rows_in(path: Path) -> list[Path]:
     """Return the files of rows in a folder, and those below it: of the same kinds, where it has some itself.
 
-    Hidden files are none, nor what lies beside a model.
+    Hidden files are none, nor what lies beside a model, nor the samples that `generate` keeps below its rows.
     """
     below = (file for file in sorted(path.rglob("*")) if kind_of_file(file) in SUFFIXES)
+    below = (file for file in below if file.parent == path or not (file.parent / "index.json").is_file())
     found = [file for file in below if not any(map(_NO_ROWS.fullmatch, file.relative_to(path).parts))]
     kinds = {kind_of_file(file) for file in found if file.parent == path}
     return [file for file in found if not kinds or kind_of_file(file) in kinds]
