@@ -112,7 +112,7 @@ def zero3_averages_over_all_ranks() -> bool:
     """Whether ZeRO-3 averages gradients over all ranks, whether they share rows or not.
 
     DeepSpeed 0.19.8 does so here. A release that divides by the size of sequence parallelism, or has moved it, would
-    train with other gradients: `_why_zero3` (trainers/sequence_parallel.py) then refuses it.
+    train with other gradients: `_why_zero3` (extras/sequence_parallel.py) then refuses it.
     """
     from deepspeed.runtime.zero.stage3 import (  # pyright: ignore[reportMissingImports]
         DeepSpeedZeroOptimizer_Stage3,

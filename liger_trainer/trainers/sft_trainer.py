@@ -38,7 +38,6 @@ from .one_launch_adamw import OneLaunchStep
 from .options import ADAMW_8BIT, AUTO, FAST, MEMORY, STOP, correct_guess, follow_direction
 from .row_preparation import TOKEN_WEIGHTS, RowPreparation, RowWeights, WeightCollator, check_evaluated
 from .rows import check_positions
-from .sequence_parallel import check_slices, ranks_summed, slice_documents
 from .step_graphs import PADDING, reduce_host_work
 from .student import (
     check_no_prefix,
@@ -143,9 +142,7 @@ class LigerTrainer(SFTTrainer):
         )
         self.check_rows()
         check_positions(self.row_preparation.named_datasets(), self.args, base_of(self.model), "the model")
-        check_slices(self)  # looks at the collator's type, so before the next one is around it
-        if self.shards_sequences():  # else transformers would take the loss for a mean over the micro-batch
-            self.model_accepts_loss_kwargs = True
+        self._check_parallelism()  # looks at the collator's type, so before the next one is around it
         self._weigh_rows()
         self._resume_check = ResumeCheck(self)  # the weights before training tell trainings apart: nothing is patched
         self.graph_reports: dict[str, str] = {}
@@ -165,12 +162,19 @@ class LigerTrainer(SFTTrainer):
         if self.packed_rows is not None and self.packed_rows.certain:
             check_no_prefix(self.accelerator.unwrap_model(self.model))
         patch_packed_attention(base_of(self.model), self.patched, self.packed_rows)
-        slice_documents(self)  # around the collator, once attention knows documents
+        if self.shards_sequences():
+            load("parallelism_config").slice_documents(self)  # around the collator, once attention knows documents
         self.add_callback(TokenCount(self))
         widen_notebook_table(self)
         for plugin in self.plugins():
             plugin.after_init(self)
         announce(str(self.patched.report))
+
+    def _check_parallelism(self) -> None:
+        if getattr(self.accelerator, "parallelism_config", None) is not None:
+            load("parallelism_config").check_slices(self)
+        if self.shards_sequences():  # else transformers would take the loss for a mean over the micro-batch
+            self.model_accepts_loss_kwargs = True
 
     def _leave_out(self, tower: bool) -> None:
         """Train nothing of the vision tower, if `tower`, and add no auxiliary loss where there are no experts."""
@@ -257,7 +261,7 @@ class LigerTrainer(SFTTrainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.finite.record_loss(loss, inputs)
         # transformers logs the mean over all ranks, of which those with slices of a row add up
-        return loss * ranks_summed(self) if self.shards_sequences() else loss
+        return loss * self._ranks_summed() if self.shards_sequences() else loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the loss; with `return_outputs` also the model's outputs, which have no gradient.
@@ -305,7 +309,11 @@ class LigerTrainer(SFTTrainer):
         """Return how many ranks' gradients are averaged. `num_items_in_batch` counts the tokens of all these ranks."""
         if self.accelerator.num_processes == 1 or not self.args.average_tokens_across_devices:
             return 1
-        return self.accelerator.num_processes // (self.get_tp_size() * ranks_summed(self))
+        return self.accelerator.num_processes // (self.get_tp_size() * self._ranks_summed())
+
+    def _ranks_summed(self) -> int:
+        """Return how many ranks' gradients are summed, since they have slices of one row."""
+        return load("parallelism_config").ranks_summed(self) if self.shards_sequences() else 1
 
     def _evaluate_user_loss(self, model, inputs, return_outputs, num_items):
         """Compute `compute_loss_func` on real logits, and the metrics in a fused pass."""

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..patching.packing.packed_attention import OF_SLICES
 from ..patching.packing.packed_rows import implementations_of, why_not_sliced
 from ..patching.patcher import base_of
-from .host import TrainerHost
+from ..trainers.host import TrainerHost
 
 
 def check_slices(trainer: TrainerHost) -> None:
@@ -92,7 +92,7 @@ def slice_documents(trainer: TrainerHost) -> None:
     Raises:
         ConfigError: the documents would see one another.
     """
-    if not (trainer.shards_sequences() and trainer.padding_free):
+    if not trainer.padding_free:
         return
     handler = trainer.accelerator.parallelism_config.sp_handler
     packed = implementations_of(base_of(trainer.model)) == {OF_SLICES}
