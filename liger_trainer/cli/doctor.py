@@ -1,23 +1,12 @@
 """`doctor`, `env` and `selfcheck`: what `patch` would swap, what is installed, and whether the ops are right."""
 
 import json
-import os
-import platform
-import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from .. import __version__
 from ..errors import ConfigError
 from ._shared import AsJson, quieten
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
-
-    from ..extras.selfcheck import CheckResult
 
 
 def doctor(
@@ -69,76 +58,15 @@ def _silence() -> None:
     logging.set_verbosity_error()
 
 
-# `env`: the installed versions, the GPU, and what is missing for which purpose.
-NEEDED = (
-    "torch", "transformers", "trl", "peft", "datasets", "accelerate", "safetensors", "typer", "rich", "PyYAML",
-    "jinja2", "matplotlib",
-)  # fmt: skip
-OPTIONAL = {
-    "triton": "the kernels on a GPU; comes with CUDA builds of torch",
-    "bitsandbytes": "load_in_4bit, load_in_8bit and the 8-bit optimizers",
-    "deepspeed": "deepspeed: and the zero configurations of accelerate",
-    "fla-core": "gated delta rules (Qwen3.5, Qwen3-Next) at speed, and packed; `pip install fla-core einops`",
-    "flash-attn": "attn_implementation: flash_attention_2",
-    "kernels": "attn_implementation: kernels-community/...",
-    "liger-kernel": "LinkedIn's kernels; ours do not need it",
-    "tensorboard": "report_to: tensorboard",
-    "trackio": "report_to: trackio",
-    "wandb": "report_to: wandb",
-}
-
-
 def env(as_json: AsJson = False) -> None:
     """Print versions, the GPU, and which optional packages are missing. Please add it to a bug report."""
-    from ..run.launch import device_facts
+    from ..extras.installed import facts_of, print_facts
 
-    facts = {
-        "liger-trainer": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "executable": sys.executable,
-        "needed": {name: _version(name) for name in NEEDED},
-        "optional": {name: _version(name) for name in OPTIONAL},
-        "device": device_facts(),
-        "launched": {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ},
-    }
+    facts = facts_of()
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
-        _print_versions(facts)
-
-
-def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _print_versions(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    device = facts["device"]
-    table = Table(show_header=False, box=None)
-    for name in ("liger-trainer", "python", "platform", "executable"):
-        table.add_row(name, facts[name])
-    for index, gpu in enumerate(device["gpus"]):
-        table.add_row(f"GPU {index}", f"{gpu['name']}, {gpu['memory_gib']} GiB, compute {gpu['compute_capability']}")
-    if not device["gpus"]:
-        table.add_row("GPU", f"none that torch sees (CUDA of this torch: {device['cuda'] or 'none'})")
-    table.add_row("bf16 on a GPU", "yes" if device["bf16"] else "no")
-    table.add_row("CPU threads", str(device["cpu_threads"]))
-    table.add_row("kernels run by", device["kernels"])
-    for name, version in facts["needed"].items():
-        table.add_row(name, version or "[red]missing[/red]")
-    for name, version in facts["optional"].items():
-        table.add_row(name, version or f"not installed; for {OPTIONAL[name]}")
-    for name, value in facts["launched"].items():
-        table.add_row(name, value)
-    Console(highlight=False, soft_wrap=True).print(table)
+        print_facts(facts)
 
 
 # `selfcheck`: compare the gradients of the ops with plain torch, on this device.
@@ -162,11 +90,11 @@ def selfcheck(
     import torch
 
     from ..extras.selfcheck import default_dtypes, run_checks, runs_kernels
-    from ..extras.selfcheck_report import all_pass, facts_of, plain, print_checks
+    from ..extras.selfcheck_report import all_pass, device_of, facts_of, plain, print_checks, shown
 
-    place = _device(device)
+    place = device_of(device)
     dtypes = tuple(getattr(torch, name) for name in dtype) if dtype else default_dtypes(place)
-    results = list(_shown(run_checks(place, dtypes)))
+    results = list(shown(run_checks(place, dtypes)))
     facts = facts_of(place, runs_kernels(place))
     if as_json:
         typer.echo(json.dumps({**facts, "passes": all_pass(results), "checks": [plain(r) for r in results]}, indent=2))
@@ -174,26 +102,3 @@ def selfcheck(
         print_checks(facts, results)
     if not all_pass(results):
         raise typer.Exit(1)
-
-
-def _device(name: str | None) -> "torch.device":
-    import torch
-
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        # A device may be named and not be there: only using it tells.
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # unknown, or not in this build or machine
-        raise ConfigError(f"--device {name}: {str(error).partition(chr(10))[0]}") from None
-    return device
-
-
-def _shown(results: "Iterator[CheckResult]") -> "Iterator[CheckResult]":
-    """Yield the results, and show progress on stderr."""
-    from rich.console import Console
-
-    # On stderr, since stdout may be JSON.
-    with Console(stderr=True).status("Checking") as status:
-        for result in results:
-            status.update(f"Checking: {result.name}, {result.dtype} done")
-            yield result

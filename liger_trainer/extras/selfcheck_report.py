@@ -2,6 +2,7 @@
 
 import dataclasses
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,11 +10,31 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..errors import ConfigError
 from ..kernels.runtime import is_interpreted, launch_table
 from ..run.launch import device_facts, versions
 from .selfcheck import CheckResult
 
 PACKAGES = ("liger-trainer", "torch", "triton", "transformers", "trl", "peft", "accelerate")
+
+
+def device_of(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        # A device may be named and not be there: only using it tells.
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # unknown, or not in this build or machine
+        raise ConfigError(f"--device {name}: {str(error).partition(chr(10))[0]}") from None
+    return device
+
+
+def shown(results: Iterator[CheckResult]) -> Iterator[CheckResult]:
+    """Yield the results, and show progress on stderr."""
+    # On stderr, since stdout may be JSON.
+    with Console(stderr=True).status("Checking") as status:
+        for result in results:
+            status.update(f"Checking: {result.name}, {result.dtype} done")
+            yield result
 
 
 def all_pass(results: list[CheckResult]) -> bool:

@@ -16,9 +16,9 @@ from finished_runs import content
 import liger_trainer
 from liger_trainer.cli import app as cli
 from liger_trainer.cli import cache, run
-from liger_trainer.cli import doctor as env
 from liger_trainer.config.run_config import check_text, load_run_config
 from liger_trainer.config.schema import built_in_configs, shipped_schema, shipped_text
+from liger_trainer.extras import installed
 from liger_trainer.run import launch as launching
 
 NEEDED = "model_name_or_path: some/model\ndataset_name: some/data\n"
@@ -192,8 +192,8 @@ def test_env_names_versions_and_what_is_missing(call, monkeypatch):
     code, out, _ = call("env", "--json")
     facts = json.loads(out)
     assert code == 0 and facts["needed"]["torch"] and facts["python"] == sys.version.split()[0]
-    assert set(facts["optional"]) == set(env.OPTIONAL)
-    monkeypatch.setitem(env.OPTIONAL, "no-such-package", "nothing")
+    assert set(facts["optional"]) == set(installed.OPTIONAL)
+    monkeypatch.setitem(installed.OPTIONAL, "no-such-package", "nothing")
     code, out, _ = call("env")
     assert code == 0 and "no-such-package" in out and "not installed; for nothing" in out and "GPU" in out
 
