@@ -38,12 +38,20 @@ FAMILIES = {
     "qwen3_next": DELTA,
     "olmo_hybrid": DELTA,
 }
+MAMBA = {
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "bamba": {"attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_n_groups": 1},
+    "nemotron_h": {},
+    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "mamba", "hybrid"]},
+}
+ALL = FAMILIES | MAMBA
 RULED = [name for name, overrides in FAMILIES.items() if overrides is DELTA]
 RULE = "torch_chunk_gated_delta_rule"
 
 
 def tiny(family):
-    model = build(family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family], num_hidden_layers=2, **FAMILIES[family])
+    model = build(family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family], **{"num_hidden_layers": 2} | ALL[family])
     if isinstance(model, str):
         pytest.skip(model)
     if not any(token_mixers._mixers_of(type(module)) for module in model.modules()):
@@ -93,6 +101,37 @@ def test_packed_rows_are_the_sum_over_documents(family):
     model = tiny(family)
     rows = [row + 4 for row in documents(LENGTHS, 50)]
     want = outcome(model, single(rows))
+    patched = patch(model)
+    patch_packed_attention(model, patched, PackedRows())
+    assert_same(outcome(model, [packed(rows)]), want)
+
+
+def scanning(family):
+    model = tiny(family)
+    scans = [name for module in model.modules() for name in token_mixers._mixers_of(type(module)) if "scan" in name]
+    if not scans:
+        pytest.skip("this transformers calls no function for its scan")
+    return model, len(scans)
+
+
+@pytest.mark.parametrize("family", MAMBA)
+def test_state_spaces_compute_as_before(family):
+    model, scans = scanning(family)
+    rows = torch.stack(documents([9, 9], 50)) + 4
+    batches = [{"input_ids": rows, "labels": rows}]
+    want = outcome(model, batches)
+    with patch(model) as patched:
+        assert patched.report.swapped["Mamba-2 scan"] == scans
+        assert_same(outcome(model, batches), want)
+    assert_same(outcome(model, batches), want)
+
+
+@pytest.mark.parametrize("family", MAMBA)
+def test_packed_state_spaces_are_the_sum_over_documents(family):
+    model, _ = scanning(family)
+    rows = [row + 4 for row in documents(LENGTHS, 50)]
+    want = outcome(model, single(rows))
+    assert "mamba2_chunk_scan" in why_documents_mix(model, by_lengths=True)
     patched = patch(model)
     patch_packed_attention(model, patched, PackedRows())
     assert_same(outcome(model, [packed(rows)]), want)

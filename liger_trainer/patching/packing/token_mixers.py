@@ -1,14 +1,15 @@
-"""Layers that mix tokens otherwise than by attention: causal convolutions and the gated delta rule (Yang et al. 2024,
-arXiv:2412.06464), found by the functions that their modules call.
+"""Layers that mix tokens otherwise than by attention: causal convolutions, the gated delta rule (Yang et al. 2024,
+arXiv:2412.06464) and Mamba-2's scan (Dao & Gu 2024, arXiv:2405.21060), found by the functions that their modules call.
 
-transformers' file of a model has `causal_conv1d_fn` and `torch_chunk_gated_delta_rule`, which run kernels of the
-packages causal_conv1d and fla-core where these are installed. The instance gets a copy of its forward that calls ours
-(`rebound` of compat/code_objects.py):
+transformers' file of a model has `causal_conv1d_fn`, `torch_chunk_gated_delta_rule` and `mamba2_chunk_scan`, which run
+kernels of the packages causal_conv1d, fla-core and mamba_ssm where these are installed. The instance gets a copy of its
+forward that calls ours (`rebound` of compat/code_objects.py):
 
 causal convolution    our op, which the function below transformers' decorator is proved to be
 gated delta rule      fla-core's function, where it is installed, with chunks that are laid out on the device
+Mamba-2's scan        products of torch (mamba_scan.py), which that function is proved to be, where mamba_ssm is absent
 
-Both read the documents of packed rows by their lengths, as attention does (packed_attention.py).
+All read the documents of packed rows by their lengths, as attention does (packed_attention.py).
 """
 
 import functools
@@ -29,38 +30,58 @@ from ...plugins import load
 from .. import structure
 from ..options import PatchOptions, PatchReport
 from .document_mask import Documents
+from .mamba_scan import mamba_scan
 from .packed_attention import documents_of
 
 # The first parameters of the functions for many tokens, and of those for a token after what a cache holds.
 _CONV = ["hidden_states", "weight", "bias", "activation"]
 _RULE = ["query", "key", "value", "g", "beta", "chunk_size"]
-_OF_ONE_TOKEN = (["hidden_states", "conv_state"], ["query", "key", "value", "g", "beta", "initial_state"])
+_SCAN = ["hidden_states", "dt", "A", "B", "C", "chunk_size"]
+_OF_ONE_TOKEN = (
+    ["hidden_states", "conv_state"], ["query", "key", "value", "g", "beta", "initial_state"],
+    ["state", "hidden_states", "dt", "A", "B", "C"],
+)  # fmt: skip
+_WHOLE = ["zxbcdt", "conv1d_weight"]  # a whole layer by mamba_ssm; without it, it returns None, or refuses packed rows
+DELTA_RULE, MAMBA_SCAN = "delta rule", "Mamba-2 scan"
 _ACTIVATIONS = (None, "silu", "swish")
 CHUNK = 64  # tokens that fla-core computes at once
 NO_FLA = "fla-core is not installed, so it runs in plain torch, which is much slower: `pip install fla-core einops`"
 
 
 def patch_hybrids(model: nn.Module, options: PatchOptions, replacements: Replacements, report: PatchReport) -> None:
-    """Swap the causal convolutions and delta rules in `model`, if `options.hybrids`."""
+    """Swap the causal convolutions, delta rules and scans in `model`, if `options.hybrids`."""
     if not options.hybrids:
         return
     for module in model.modules():
         kind = type(module)
         forward = before = kind.forward
         for name, function in _mixers_of(kind).items():
-            is_conv = _begins(function, _CONV)
-            why = why_no_conv(function) if is_conv else why_no_rule(function)
+            what, why, ours = _in_its_place(function)
             if structure.is_replaced(module):
-                why = "its forward has been replaced"
+                why, ours = "its forward has been replaced", None
             if why is None:
-                report.swap("causal conv" if is_conv else "delta rule")
+                report.swap(what)
             else:
-                report.leave(f"{name} of {kind.__name__}" if is_conv else "delta rule", why)
-            if why is None or (not is_conv and why == refused()):
-                after = convolution(function) if is_conv else delta_rule(function, by_fla=why is None)
-                forward = rebound(forward, name, function, after)
+                report.leave(what if what == DELTA_RULE else f"{name} of {kind.__name__}", why)
+            if ours is not None:
+                forward = rebound(forward, name, function, ours)
+            if what == MAMBA_SCAN and ours is not None:
+                for whole, absent in globals_read(kind.forward, _is_absent_whole).items():
+                    forward = rebound(forward, whole, absent, inspect.unwrap(absent))
         if forward is not before:
             replacements.forward(module, forward)
+
+
+def _in_its_place(function: Callable) -> tuple[str, str | None, Callable | None]:
+    """Return what a function is, why our own way is not taken if so, and what is called in its place, if anything."""
+    if _begins(function, _CONV):
+        why = why_no_conv(function)
+        return "causal conv", why, None if why else convolution(function)
+    if _begins(function, _SCAN):
+        why = why_no_scan(function)
+        return MAMBA_SCAN, why, None if why else scan(function)
+    why = why_no_rule(function)
+    return DELTA_RULE, why, delta_rule(function, by_fla=why is None) if why in (None, refused()) else None
 
 
 def missing_for(model: nn.Module, function: Any, by_lengths: bool) -> str | None:
@@ -69,7 +90,7 @@ def missing_for(model: nn.Module, function: Any, by_lengths: bool) -> str | None
     Args:
         by_lengths: the model is patched, and its batches bring lengths, which our functions read.
     """
-    known = any(_begins(function, names) for names in (_CONV, _RULE, *_OF_ONE_TOKEN))
+    known = any(_begins(function, names) for names in (_CONV, _RULE, _SCAN, _WHOLE, *_OF_ONE_TOKEN))
     if known and by_lengths and not _calls_others(model):
         return None
     if not has_kernel(function):
@@ -90,12 +111,16 @@ def _mixes_tokens(function: Any) -> bool:
     return is_guarded_kernel(function) and not any(_begins(function, names) for names in _OF_ONE_TOKEN)
 
 
+def _is_absent_whole(function: Any) -> bool:
+    return is_guarded_kernel(function) and _begins(function, _WHOLE) and not has_kernel(function)
+
+
 @functools.cache
 def _mixers_of(kind: type) -> dict[str, Any]:
-    """Return the causal convolutions and delta rules that the forward of a class calls, by their global names."""
+    """Return what the forward of a class calls that mixes tokens in a way we know, by the global names."""
     return globals_read(
         kind.forward,  # pyright: ignore[reportAttributeAccessIssue]
-        lambda function: is_guarded_kernel(function) and (_begins(function, _CONV) or _begins(function, _RULE)),
+        lambda function: is_guarded_kernel(function) and any(_begins(function, k) for k in (_CONV, _RULE, _SCAN)),
     )
 
 
@@ -123,14 +148,19 @@ def why_no_conv(function: Callable) -> str | None:
             except (RuntimeError, TypeError, ValueError):
                 return "it takes other tensors than our op"
             ours = causal_conv_reference(x.transpose(1, 2), weight, bias, silu=activation == "silu").transpose(1, 2)
-            upstream = draw(2, 6, 9)
-            pairs = [(theirs, ours)] if theirs.shape == ours.shape else []
-            if pairs:
-                gradients = [torch.autograd.grad(y, inputs, upstream) for y in (theirs, ours)]
-                pairs += zip(*gradients, strict=True)
-            if not pairs or not all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in pairs):
+            if not _agree(theirs, ours, inputs):
                 return "it is no causal convolution that our op knows"
     return None
+
+
+def _agree(theirs: Tensor, ours: Tensor, inputs: list[Tensor]) -> bool:
+    """Whether two results and their gradients to the inputs are one, but for rounding."""
+    if theirs.shape != ours.shape:
+        return False
+    upstream = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(1))
+    gradients = [torch.autograd.grad(y, inputs, upstream) for y in (theirs, ours)]
+    pairs = [(theirs, ours), *zip(*gradients, strict=True)]
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in pairs)
 
 
 @functools.cache  # one function for all layers, so that torch.compile sees one
@@ -153,6 +183,53 @@ def convolution(function: Callable) -> Callable:
         return causal_conv(x, weight, bias, ends, silu=activation is not None, bounds=bounds).transpose(1, 2)
 
     return convolve
+
+
+@functools.cache
+def why_no_scan(function: Callable) -> str | None:
+    """Say why Mamba-2's scan is left to a function, None where ours is the same: values and gradients."""
+    if has_kernel(function):
+        return "mamba_ssm computes it"
+    with structure.on_miniatures():
+        draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+        sizes = ((2, 9, 4, 3), (2, 9, 4), (4,), (2, 9, 2, 5), (2, 9, 2, 5), (4,), (4,))
+        x, dt, A, B, C, D, bias = inputs = [draw(size).requires_grad_() for size in sizes]
+        how = {"dt_softplus": True, "dt_limit": (0.1, 1.0)}
+        try:
+            theirs = inspect.unwrap(function)(x, dt, A, B, C, chunk_size=4, D=D, dt_bias=bias, z=None, **how)
+        except (RuntimeError, TypeError, ValueError):
+            return "it takes other tensors than ours"
+        if not _agree(theirs, mamba_scan(x, dt, A, B, C, D, bias, chunk=4, **how), inputs):
+            return "it is no scan of Mamba-2 as we know it"
+    return None
+
+
+@functools.cache  # one function for all layers, so that torch.compile sees one
+def scan(function: Callable) -> Callable:
+    """Return a function that is called like transformers' and computed by `mamba_scan`, where it keeps no state."""
+
+    def compute(
+        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+        dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
+        **how: Any,
+    ) -> Any:  # fmt: skip
+        """Return (rows, length, heads, P), fp32. `how` may have the documents: `cu_seq_lens_q`."""
+        ends = how.get("cu_seq_lens_q")
+        kept = {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
+        with_state = how.get("initial_states") is not None or how.get("return_final_states")
+        if with_state or how.get("z") is not None or (ends is None and how.get("seq_idx") is not None):
+            return function(hidden_states, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias, **kept, **how)
+        if ends is None:
+            return mamba_scan(hidden_states, dt, A, B, C, D, dt_bias, **kept)
+        rows, length = dt.shape[:2]
+        at = torch.arange(rows * length, device=dt.device)
+        document = documents_of(ends, how).once(
+            "numbers", dt.device, lambda ends: torch.searchsorted(ends[1:], at.to(ends.dtype), right=True)[None]
+        )
+        x, dt, B, C = (tensor.flatten(0, 1)[None] for tensor in (hidden_states, dt, B, C))
+        return mamba_scan(x, dt, A, B, C, D, dt_bias, document, **kept).view(rows, length, *x.shape[2:])
+
+    return compute
 
 
 def why_no_rule(function: Any) -> str | None:
