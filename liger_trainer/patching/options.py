@@ -40,8 +40,8 @@ class PatchOptions:
         towers: towers that read images or sound: attention over a whole batch in one call where the model calls it
             image by image, patches embedded by a product instead of a convolution, and placeholders counted before the
             tower runs.
-        hybrids: layers that mix tokens otherwise than by attention: causal convolutions (Qwen3.5, LFM2), and the gated
-            delta rule (Qwen3.5) where fla-core is installed.
+        hybrids: layers that mix tokens otherwise than by attention: causal convolutions (Qwen3.5, LFM2), Mamba-2's
+            scan (Granite 4.0 H) where mamba_ssm is not installed, and the gated delta rule (Qwen3.5) where fla-core is.
         fused_linear_cross_entropy: the loss from hidden states, without stored logits.
         cross_entropy: the loss's kernel on stored logits, for code that wants both. Not with the fused one.
     """

@@ -68,7 +68,8 @@ OPTION_OF = {
     "RMSNorm": "rms_norm", "LayerNorm": "layer_norm", "SwiGLU": "swiglu", "SwiGLU experts": "swiglu", "GEGLU": "geglu",
     "GEGLU experts": "geglu", "ReLU2": "relu2", "GELU MLP": "gelu", "rope": "rope", "QK norm + rope": "rope",
     "tower attention": "towers", "patch embedding": "towers", "placeholders": "towers",
-    "causal conv": "hybrids", "shared input": "linear", "fused loss": "fused_linear_cross_entropy",
+    "causal conv": "hybrids", "Mamba-2 scan": "hybrids",
+    "shared input": "linear", "fused loss": "fused_linear_cross_entropy",
 }  # fmt: skip
 
 

@@ -47,7 +47,7 @@ KINDS = {
     "linear": ("shared input",),
     "lora": ("LoRA linear", "LoRA MLP", "LoRA experts", "frozen experts"),
     "towers": ("tower attention", "patch embedding", "placeholders"),
-    "hybrids": ("causal conv", "delta rule"),
+    "hybrids": ("causal conv", "delta rule", "Mamba-2 scan"),
     "fused_linear_cross_entropy": ("fused loss",),
     "cross_entropy": ("cross-entropy", "fused loss"),  # a model with either loss can have the other
 }
