@@ -47,7 +47,8 @@ def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, A
 MASK = "attention_mask"
 BESIDE_IDS = ("labels", "completion_mask", "assistant_masks", "position_ids", "token_type_ids")
 # Names of prompts and completions in many public datasets.
-_PAIRS = ("question", "answer"), ("query", "response"), ("instruction", "response"), ("input", "output")
+_PAIRS = [(asked, said) for asked in ("question", "query", "instruction", "input", "prompt")
+          for said in ("answer", "response", "output")]  # fmt: skip
 
 
 def no_usable_column(have: Iterable[str], text_field: str) -> str:
@@ -59,7 +60,8 @@ def no_usable_column(have: Iterable[str], text_field: str) -> str:
     ]
     lower = {name.strip().lower(): name for name in have}
     if not {*ALPACA} <= lower.keys() and (pair := next((pair for pair in _PAIRS if {*pair} <= lower.keys()), None)):
-        hints = [f" Rename {lower[pair[0]]!r} to 'prompt' and {lower[pair[1]]!r} to 'completion'."]
+        names = zip(pair, ("prompt", "completion"), strict=True)
+        hints = [f" Rename {lower[name]!r} to {wanted!r}." for name, wanted in names if lower[name] != wanted]
     return (
         f"no usable column. Expected messages, or prompt and completion, or {text_field} (named by "
         "dataset_text_field), or input_ids, or conversations as in ShareGPT, or instruction and output as in Alpaca; "

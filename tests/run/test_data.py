@@ -348,7 +348,8 @@ def test_the_demo_keeps_its_own_split(load, monkeypatch):
         ),
         ("", "the file is empty"),
         ('{"Text": "a"}\n' * 2, "the rows have: Text. Rename 'Text' to 'text'."),
-        ('{"question": "a", "answer": "b"}\n', "Rename 'question' to 'prompt' and 'answer' to 'completion'."),
+        ('{"prompt": "a", "response": "b"}\n' * 2, "the rows have: prompt, response. Rename .response. to "),
+        ('{"question": "a", "answer": "b"}\n', "Rename 'question' to 'prompt'. Rename 'answer' to 'completion'."),
         ('{"text": "a\tb"}\n' * 2, "Invalid control character at character"),
     ],
 )  # fmt: skip
@@ -447,6 +448,9 @@ def test_prompts_alone_are_rows_where_their_completions_are_sampled(load):
     assert (
         load("rows.jsonl", {"rows.jsonl": lines([{"prompt": "a"}] * 3)}, teacher, "seq_kd=true").facts.train_rows == 2
     )
+    alpaca = {"rows.jsonl": lines([{"instruction": "a", "output": "b"}] * 3)}
+    assert load("rows.jsonl", alpaca, teacher, "lmbda=0.5").facts.form == "prompt-completion"
+    load("rows.jsonl", {"rows.jsonl": lines(rows)}, teacher, "lmbda=1.0")
     with pytest.raises(ConfigError, match="lmbda: the rows have prompts and no completions; set it to 1.0"):
         load("rows.jsonl", None, teacher, "lmbda=0.5")
     with pytest.raises(DataError, match="no usable column.*the rows have: prompt"):
@@ -522,7 +526,7 @@ def test_answers_that_say_nothing_are_counted(load):
 def test_columns_of_a_csv_file_that_are_no_columns_say_why(load):
     for header, row, hint in (
         ("prompt, completion", "a,b", "Rename ' completion' to 'completion'."),
-        ("Question,Answer", "a,b", "Rename 'Question' to 'prompt' and 'Answer' to 'completion'."),
+        ("Question,Answer", "a,b", "Rename 'Question' to 'prompt'. Rename 'Answer' to 'completion'."),
     ):
         with pytest.raises(DataError, match=re.escape(hint)):
             load("rows.CSV", {"rows.CSV": f"{header}\n{row}\n{row}\n"})

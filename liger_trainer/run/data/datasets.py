@@ -268,7 +268,7 @@ def _check_mask_options(config: "RunConfig", train: "Dataset", form: str) -> Non
         raise config.error("exact_match", f"needs chats, or prompts and completions, of text; the rows have {have}.")
     chat = form in CHAT_FORMS or isinstance(train[0].get("prompt"), list)
     masks = ("assistant_only_loss", "supervised_part", "last_turn_only")
-    whole_rows = form == "text" or (form in CHAT_FORMS and not any(config[key] for key in masks))
+    whole_rows = form == "text" or (form in ("messages", "conversations") and not any(config[key] for key in masks))
     if whole_rows and config.recipe != "sft" and (config["lmbda"] or config["seq_kd"]):
         raise DataError(NO_PROMPT)
     if config.given("alpaca_prompt") and form != "alpaca":
