@@ -231,7 +231,9 @@ def where_rows_are(load, *files: str) -> dict[str, set[str]]:
     ("train", "test", "others"),
     [
         ("train/a.jsonl", "test/a.jsonl", ()), (f"data/train{SHARD}", f"data/test{SHARD}", ()),
-        ("my_train.jsonl", "my_test.jsonl", ()), ("train_sft.jsonl", "Validation-2.jsonl", ()),
+        ("my_train.jsonl", "my_test.jsonl", ()), ("trainset.jsonl", "testset.jsonl", ()),
+        ("trainRows.jsonl", "rowsTest.jsonl", ()), ("trainval.jsonl", "testing1.jsonl", ()),
+        ("train_sft.jsonl", "Validation-2.jsonl", ()),
         ("train.jsonl", "eval.jsonl", ("config.json", ".train.jsonl", "out/trainer_state.json", "__MACOSX/a.jsonl")),
         ("train.jsonl", None, ("samples/index.json", "samples/part-000000.jsonl")),
         (f"main/train{SHARD}", f"main/test{SHARD}", ()), ("x/data.jsonl", None, ()),
@@ -290,6 +292,7 @@ def test_contents_say_more_than_names(load, tmp_path):
     for name, content, complaint in (
         ("f.parquet", "version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS.* git lfs pull"),
         ("g.json", '["a", "b"]', "g.json, row 0: expected a JSON object, got text"),
+        ("g.json", '{"data": [{"text": "a"}, "b"]}', "g.json, row 1: expected a JSON object, got text"),
         ("h.csv", "prompt,prompt,completion\na,b,c\n", "names the column 'prompt' twice"),
     ):
         with pytest.raises(DataError, match=complaint):

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 # Columns of a CSV file that are text whatever their cells look like: "42", "NA" and "null" are answers too.
 _TEXTS = ("prompt", "completion", "instruction", "input", "output", "system")
 _SPLITS = {
-    split: re.compile(rf"(?<![a-z])({words})(?![a-z])", re.IGNORECASE)
+    split: re.compile(rf"(?<![a-z])({words})(s|ing|(data|file|row|set)s?|split|val)?(?![a-z])", re.IGNORECASE)
     for split, words in {
-        "test": "tests?|testing|eval|evaluation|held_?out|holdout", "validation": "val|valid|validation|dev",
-        "train": "train|training",
+        "test": "test|eval|evaluation|held_?out|holdout", "validation": "val|valid|validation|dev", "train": "train",
     }.items()
 }  # fmt: skip
+_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}")  # as the hub's libraries name files
 # Of a file or a folder: hidden, of a model or a run, about a dataset, or what datasets keeps beside its own files
 _NO_ROWS = re.compile(
@@ -205,7 +205,7 @@ def _split_of(file: Path, named: set[str]) -> str:
     for part in (file.name.partition(".")[0], *reversed(file.parent.parts)):
         shard = _SHARD.fullmatch(part)
         name = shard[1] if shard else part
-        words = next((split for split, words in _SPLITS.items() if words.search(part)), None)
+        words = next((split for split, words in _SPLITS.items() if words.search(_CAPITAL.sub("-", part))), None)
         if name in named or words is not None:
             return name if name in named or words is None or (shard and file.parent.name == "data") else words
     return ""

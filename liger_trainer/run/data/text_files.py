@@ -190,7 +190,12 @@ def _array(path: Path) -> list | None:
         if kind_of_file(path) in LINES:
             return None
         raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
-    return ["expected a JSON object, got text" if isinstance(row, str) else row for row in rows]
+    return _rows_of(rows)
+
+
+def _rows_of(values: list) -> list:
+    """Return the elements of a list, with what is wrong with it, as text, in place of each text."""
+    return ["expected a JSON object, got text" if isinstance(value, str) else value for value in values]
 
 
 def _objects(path: Path) -> list | None:
@@ -216,7 +221,7 @@ def _list_within(row: Any, check: Check) -> list | None:
     if not isinstance(row, dict) or check(list(row)) is not None:
         return None
     lists = [value for value in row.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    return lists[0] if len(lists) == 1 else None
+    return _rows_of(lists[0]) if len(lists) == 1 else None
 
 
 def _parsed(line: bytes) -> Any:
