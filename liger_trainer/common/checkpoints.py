@@ -108,13 +108,11 @@ def damage(checkpoint: Path, contents: bool = False) -> str | None:
 def _damages(checkpoint: Path, contents: bool) -> Iterator[str]:
     if not checkpoint.is_dir():
         yield "there is no such folder"
-    if has_manifest(checkpoint):
-        yield from differences(checkpoint, contents=False)
+    if has_manifest(checkpoint):  # what is not in it came later, and may be of any form
+        yield from differences(checkpoint, contents)
     else:
         yield from _missing(checkpoint)
-    yield from _unreadable(checkpoint)
-    if contents and has_manifest(checkpoint):
-        yield from differences(checkpoint, contents=True)
+        yield from _unreadable(checkpoint)
 
 
 def has_manifest(checkpoint: Path) -> bool:
@@ -292,6 +290,19 @@ def write_manifest(folder: Path) -> None:
     for inner in {path.parent for path in paths} - {folder}:
         sync_folder(inner)
     write_atomically(folder / MANIFEST, json.dumps(content, indent=1))
+
+
+def renew_manifest(folder: Path) -> None:
+    """Write a manifest again where files have been written since, as callbacks do into a checkpoint that is saved.
+
+    What somebody has removed stays in it, and is missed.
+    """
+    manifest = folder / MANIFEST
+    if not manifest.is_file() or any("is missing" in difference for difference in differences(folder, contents=False)):
+        return
+    written = manifest.stat().st_mtime_ns
+    if any(path.stat().st_mtime_ns >= written for path in folder.rglob("*") if path.is_file() and path != manifest):
+        write_manifest(folder)
 
 
 def differences(folder: Path, contents: bool) -> Iterator[str]:

@@ -27,7 +27,8 @@ from datasets import Dataset
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import TrainerState
+from torch.optim import Adam
+from transformers import TrainerCallback, TrainerState
 
 from ..common.checkpoints import (
     STAGING,
@@ -40,6 +41,7 @@ from ..common.checkpoints import (
     newest_whole,
     put_in_place,
     refuse_damaged,
+    renew_manifest,
     rotate,
     weights_alone,
 )
@@ -67,7 +69,7 @@ from .rows import GENERATION_PROMPT
 ENCODER = "prompt_encoder.safetensors"
 
 
-class CheckpointGuard:
+class CheckpointGuard(TrainerCallback):
     """Saves a trainer's checkpoints as a whole, and finds and reads them again.
 
     Attributes:
@@ -80,6 +82,7 @@ class CheckpointGuard:
         self.files: dict[str, str] = {}
         self.is_staging = False
         self._loads_from: Path | None = None  # while weights are read back
+        self._newest: Path | None = None  # which callbacks may still write into
 
     # going on
 
@@ -204,16 +207,21 @@ class CheckpointGuard:
 
     def load_optimizer(self, load: Callable[[str | None], None], checkpoint: str | None) -> None:
         """Have Trainer `load` the optimizer's state, and raise ConfigError where it is of other weights or kinds."""
-        reason = None
+        optimizer: Any = innermost(self._trainer.optimizer)
+
+        def names() -> set[str]:  # DeepSpeed checks its own
+            return {name for group in getattr(optimizer, "param_groups", []) for name in group}
+
+        needed, reason = names(), None
         try:
             load(checkpoint)
         except ValueError as error:
             reason = str(error)
-        optimizer: Any = innermost(self._trainer.optimizer)
-        groups = getattr(optimizer, "param_groups", [])  # DeepSpeed's are checked by itself
-        unknown = {name for group in groups for name in getattr(optimizer, "defaults", {}) if name not in group}
-        if checkpoint is not None and (reason or unknown):
-            reason = reason or f"it has no {', '.join(sorted(unknown))}"
+        missing = needed - names()
+        if isinstance(optimizer, Adam) and type(optimizer).load_state_dict is Adam.load_state_dict:  # no other moments
+            missing |= {"exp_avg" for state in optimizer.state.values() if "exp_avg" not in state}
+        if reason or missing:
+            reason = reason or f"it has no {', '.join(sorted(missing))}"
             raise ConfigError(
                 f"optim: the state of the optimizer in {checkpoint} does not fit this {type(optimizer).__name__}: "
                 f"{reason}. Train the same weights with the same optim, or begin anew with its weights as the model."
@@ -270,6 +278,7 @@ class CheckpointGuard:
                 if trainer.args.should_save:
                     trainer.state.save_to_json(str(staged / STATE))
             self._put_in_place(staged, target)
+            self._newest = target
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)  # a full disk gets its room back
             raise
@@ -297,6 +306,14 @@ class CheckpointGuard:
         if self._trainer.is_local_process_zero() and staged.is_dir():  # on its own disk: another node's part
             finish()
         self._trainer.accelerator.wait_for_everyone()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Take what callbacks have written into a checkpoint since it has its name for a part of it."""
+        newest, self._newest = self._newest, None
+        if newest is not None and args.should_save:
+            renew_manifest(newest)
+
+    on_train_end = on_step_begin
 
     def _on_first_rank(self, decide: Callable[[], Any]) -> Any:
         return on_first_rank(self._trainer.is_world_process_zero(), decide)

@@ -151,6 +151,7 @@ class LigerTrainer(SFTTrainer):
         # transformers would log the mean of the losses before in place of one that is NaN, and wait for each to look
         self.args.logging_nan_inf_filter = False
         self.finite = FiniteGuard(self.accelerator, on_non_finite or getattr(config, "on_non_finite", STOP))
+        self.add_callback(self.checkpoint_guard)
         self.add_callback(self.finite)  # our first callback: the others read numbers that it has judged
         self.step_metrics, self.one_launch = StepMetrics(self), OneLaunchStep(self)
         for plugin in self.plugins():
@@ -291,7 +292,8 @@ class LigerTrainer(SFTTrainer):
         if getattr(outputs, "token_loss", None) is None:
             raise ConfigError(
                 f"The model's forward was replaced after this {type(self).__name__} was made, as by an SFTTrainer of "
-                "the same model, and does not return the fused loss. Make the other trainer when this one is done."
+                "the same model or another trainer.model, or kept from before, and does not return the fused loss. "
+                "Make the other trainer when this one is done, or a trainer of the other model."
             )
         outputs = outputs.in_fp32()
         self._record(inputs, outputs, num_items_in_batch)

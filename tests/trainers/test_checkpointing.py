@@ -106,6 +106,27 @@ def test_where_none_is_whole_all_reasons_are_said(out):
         make(out / "empty").train(True)
 
 
+class WritesInto(TrainerCallback):
+    """Writes into checkpoints when they are saved: the model again, and a file of its own."""
+
+    def on_save(self, args, state, control, model, **kwargs):
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        model.config.notes = "mine"
+        model.save_pretrained(folder)
+        (folder / "mine.bin").write_text("no file of torch")
+
+
+def test_what_callbacks_write_into_a_checkpoint_is_part_of_it(tmp_path):
+    make(tmp_path, callbacks=[WritesInto()], save_total_limit=2).train()
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+    (tmp_path / "checkpoint-4" / "later.pt").write_text("no file of torch, and no part of it")
+    trainer = make(tmp_path, steps=5)
+    trainer.train(True)
+    assert trainer.resumed_from == tmp_path / "checkpoint-4"
+    flip(tmp_path / "checkpoint-4" / "mine.bin")
+    assert "mine.bin is not what was written" in (damage(tmp_path / "checkpoint-4", contents=True) or "")
+
+
 @pytest.mark.parametrize("optim, unknown", [("sgd", "momentum"), ("adafactor", "beta1"), ("rmsprop", "alpha")])
 def test_an_optimizer_s_state_of_another_kind_or_of_other_weights_is_refused(out, optim, unknown):
     with pytest.raises(ConfigError, match=f"optim: .*checkpoint-4 does not fit this .*: it has no .*{unknown}"):
@@ -115,6 +136,8 @@ def test_an_optimizer_s_state_of_another_kind_or_of_other_weights_is_refused(out
     with pytest.raises(ConfigError, match="checkpoint-4 does not fit this AdamW: .* doesn't match the size"):
         make(out, steps=5, model=model).train(True)
     trained(make(out, steps=5, optim="adamw_torch"))  # another form of the same
+    make(out / unknown, optim=optim).train()
+    trained(make(out / unknown, steps=5, optim=optim)).train(True)
 
 
 def test_checkpoints_of_another_trainer_and_of_the_model_alone_are_taken_with_a_note(tmp_path):

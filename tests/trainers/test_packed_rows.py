@@ -36,6 +36,15 @@ def first_batch(trainer):
     return next(iter(trainer.get_train_dataloader()))
 
 
+def test_a_trained_model_is_exported():
+    """torch.export cannot read lengths of documents, so its graph has the model's own mask."""
+    model = sft(max_steps=1).model.eval()
+    ids = torch.arange(12).view(2, 6)
+    graph = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}).module()
+    with torch.no_grad():
+        torch.testing.assert_close(graph(input_ids=ids, use_cache=False).logits, model(ids).logits)
+
+
 def test_auto_and_model_train_alike():
     """With gradient checkpointing, where the backward has to find the documents again."""
     by_lengths, own = (

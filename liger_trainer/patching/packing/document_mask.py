@@ -238,7 +238,8 @@ class MaskMaker:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **how: Any) -> Any:
-        mask = NotImplemented if args else self._by_lengths(**how)
+        exports = torch.compiler.is_exporting()  # torch.export, whose graph cannot read lengths
+        mask = NotImplemented if args or exports else self._by_lengths(**how)
         return ALL_MASK_ATTENTION_FUNCTIONS[self.former](*args, **how) if mask is NotImplemented else mask
 
     def _by_lengths(
