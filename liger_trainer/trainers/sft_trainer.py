@@ -144,14 +144,13 @@ class LigerTrainer(SFTTrainer):
         check_positions(self.row_preparation.named_datasets(), self.args, base_of(self.model), "the model")
         self._check_parallelism()  # looks at the collator's type, so before the next one is around it
         self._weigh_rows()
-        self._resume_check = ResumeCheck(self)  # the weights before training tell trainings apart: nothing is patched
-        self.graph_reports: dict[str, str] = {}
+        # nothing is patched yet: the weights before training tell trainings apart
+        self._resume_check, self.graph_reports = ResumeCheck(self), dict[str, str]()
         if self.args.dataloader_pin_memory:  # else each batch would wait until the GPU has done the step before
             self.accelerator.dataloader_config.non_blocking = True
         # transformers would log the mean of the losses before in place of one that is NaN, and wait for each to look
         self.args.logging_nan_inf_filter = False
         self.finite = FiniteGuard(self.accelerator, on_non_finite or getattr(config, "on_non_finite", STOP))
-        self.add_callback(self.checkpoint_guard)
         self.add_callback(self.finite)  # our first callback: the others read numbers that it has judged
         self.step_metrics, self.one_launch = StepMetrics(self), OneLaunchStep(self)
         for plugin in self.plugins():
@@ -165,7 +164,8 @@ class LigerTrainer(SFTTrainer):
         patch_packed_attention(base_of(self.model), self.patched, self.packed_rows)
         if self.shards_sequences():
             load("parallelism_config").slice_documents(self)  # around the collator, once attention knows documents
-        self.add_callback(TokenCount(self))
+        for callback in (self.checkpoint_guard, TokenCount(self)):
+            self.add_callback(callback)
         widen_notebook_table(self)
         for plugin in self.plugins():
             plugin.after_init(self)
