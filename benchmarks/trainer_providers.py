@@ -59,7 +59,8 @@ class Provider:
 
     @property
     def compiles(self) -> bool:
-        return bool(self.options.get("torch_compile"))
+        """Whether it compiles the model, which takes minutes and processes of its own. Unsloth always does."""
+        return self.trainer == "unsloth" or bool(self.options.get("torch_compile"))
 
     def missing(self, case: Case) -> str | None:
         """Return what is not installed."""
@@ -158,7 +159,8 @@ class Run:
     def random(self, shape: str | None = None, seed: int = STUDENT) -> Any:
         """Return a model with random weights, on the device: of the student's shape, unless another is given."""
         options = self.case.model_options(self.tiny, teacher=seed == TEACHER)
-        register_refused_step()
+        if self.provider.trainer != "unsloth":  # which brings its own way round
+            register_refused_step()
         model = random_model(shape or self.case.shape, self.tiny, self.device, seed, **options)
         return model.float() if self.tiny else model
 
@@ -225,7 +227,8 @@ def lora_options(case: Case) -> dict[str, Any]:
 def _targets(case: Case) -> dict[str, Any]:
     """Return which weights get adapters: all linear layers, and experts where there are to be some."""
     targets: dict[str, Any] = {"target_modules": "all-linear"}
-    if case.experts:
+    if case.experts:  # by name, or PEFT alone would give the router one, and gate and up twice the rank
+        targets["target_modules"] = ["q_proj", "k_proj", "v_proj", "o_proj"]
         targets["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
     return targets
 
@@ -355,8 +358,15 @@ def make_unsloth(run: Run) -> Any:
         full_finetuning=case.lora_dropout is None, float32_mixed_precision=case.fp32, **checkpointing,
     )  # fmt: skip
     if case.lora_dropout is not None:
-        model = FastLanguageModel.get_peft_model(model, **lora_options(case), **checkpointing)
+        targets = _targets(case) if case.experts else {"target_modules": _linear_layers(model)}
+        model = FastLanguageModel.get_peft_model(model, **lora_options(case), **targets, **checkpointing)
     return SFTTrainer(model, args=SFTConfig(**run.options, **_rows_options(run)), **run.inputs)
+
+
+def _linear_layers(model: torch.nn.Module) -> list[str]:
+    """Return what "all-linear" means to PEFT: to Unsloth it means other layers in some models."""
+    names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    return sorted(names - {"lm_head"})
 
 
 def draw_adapters(model: torch.nn.Module) -> None:

@@ -57,7 +57,7 @@ WHAT = (
     "largest distance of a step's loss from the first row's, over its first loss, and the relative distance of the "
     "first gradient norm; a row above {loss_tolerance:g} or {norm_tolerance:g} is refused (DPO and "
     "GRPO: 0.05). Where fla-core refuses a step of the delta rule's backward (Hopper, Triton 3.4.0 to 3.7.0), every "
-    "row of a hybrid has LigerTrainer's function for that step. Bold: the best of a column."
+    "row of a hybrid but Unsloth's has LigerTrainer's function for that step. Bold: the best of a column."
 )
 HEADS = (
     "ms", "of ours: time", "busy, ms", "kernels", "wall / busy", "tokens/s", "MiB", "above weights",
@@ -137,10 +137,10 @@ def _largest(gaps: Iterable[float]) -> float:
 def load(row: Row, options: argparse.Namespace) -> Process:
     """Return a process that imports what a row needs, and then answers.
 
-    Unsloth wants to be imported first, and a compiler starts its own processes: these two import for themselves.
+    A compiler starts its own processes, and Unsloth, which is one, wants to be imported first: they import for
+    themselves.
     """
-    forks = row.provider.trainer != "unsloth" and not row.provider.compiles
-    context = context_for(*PRELOADED) if forks else None
+    context = None if row.provider.compiles else context_for(*PRELOADED)
     process = Process(TrainerWorker, row.provider.name, options.tiny, context)
     process.start("load")
     return process

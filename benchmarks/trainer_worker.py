@@ -71,6 +71,7 @@ class TrainerWorker:
         if provider.startswith("unsloth"):  # before transformers, which it changes
             sys.path[:0] = unsloth_site()
             os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # which it sends over the network
+            os.environ.setdefault("UNSLOTH_FORCE_VENDORED_FLA", "1")  # as where fla-core is not installed for ours
             import unsloth  # noqa: F401 # pyright: ignore[reportMissingImports]
         self.provider, self.tiny = provider, tiny
 
