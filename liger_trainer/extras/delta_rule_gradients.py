@@ -73,44 +73,58 @@ def chunk_gradients(
     B, T, H, K = k.shape
     heads = v.shape[2]
     at, is_token = _tokens_of_chunks(B, T, cu_seqlens, chunk_size, chunk_indices, k.device)
-    head = torch.arange(heads, device=k.device)[:, None]
-    # (chunks x heads, C) from here on
-    rows, rows_of_keys = ((at[:, None] * n + own).flatten(0, 1) for n, own in ((heads, head), (H, head * H // heads)))
-    is_row = is_token[:, None].expand(-1, heads, -1).flatten(0, 1)
+    is_row = is_token[:, None].expand(-1, heads, -1).flatten(0, 1)  # (chunks x heads, C), as all from here on
+    read, write = _by_chunks(at, is_row, B, T, H, heads)
 
-    def read(x: Tensor, rows: Tensor = rows) -> Tensor:
-        """Return (chunks x heads, C, width), with 0 for what is no token of the chunk."""
-        return x.reshape(-1, x.shape[-1])[rows].masked_fill_(~is_row[..., None], 0)
+    def of_keys(x: Tensor, like: Tensor) -> Tensor:
+        return write(x).view(B, T, H, heads // H, K).sum(3).to(like.dtype)
 
-    def write(x: Tensor) -> Tensor:
-        """Return (B, T, heads, width). What is no token goes to one row behind."""
-        places = rows.masked_fill(~is_row, B * T * heads)
-        flat = x.new_empty(B * T * heads + 1, x.shape[-1])
-        return flat.index_copy_(0, places.flatten(), x.flatten(0, 1))[:-1].view(B, T, heads, -1)
-
-    queries, keys = read(q, rows_of_keys), read(k, rows_of_keys)
+    # All chunks together have a gigabyte of these at 8,192 tokens: each goes as soon as it has been read.
+    queries, keys = read(q), read(k)
     values, outputs = read(v), read(do)
-    h, dh = (x.flatten(0, 2) if state_v_first else x.flatten(0, 2).mT for x in (h, dh))  # (chunks x heads, V, K)
+    h, dh = (x.flatten(0, 2) for x in (h, dh))
+    of_states = product(h.flatten(1)[:, None], dh.to(h.dtype).flatten(1)[..., None])[:, 0, 0]
+    h, dh = (x if state_v_first else x.mT for x in (h, dh))  # (chunks x heads, V, K)
     decay = read(g[..., None])[..., 0]
     last = (is_row.sum(1, keepdim=True) - 1).clamp(min=0)
     final = decay.gather(1, last)
 
     causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=k.device).tril() & is_row[..., None]
-    between = torch.exp2(decay[:, :, None] - decay[:, None]).where(causal, 0)
-    pairs = (_product(outputs, values.mT) * between * scale).to(k.dtype)
-    dq = _product(outputs, h.to(do.dtype)) * (torch.exp2(decay) * scale)[..., None] + _product(pairs, keys)
-    to_end = torch.exp2(final - decay).where(is_row, 0)
-    from_state = _product(values, dh.to(v.dtype)) * to_end[..., None]
-    dk = from_state + _product(pairs.mT, queries)
-    dg = (dq * queries).sum(-1) - (dk * keys).sum(-1)
-    of_last = torch.exp2(final[:, 0]) * (h.to(dq.dtype) * dh).sum((1, 2)) + (from_state * keys).sum((1, 2))
-    dg.scatter_add_(1, last, of_last[:, None])
-    dw = -_product(read(dv).to(v.dtype), h.to(v.dtype))
+    between = torch.exp2(decay[:, :, None] - decay[:, None]).where(causal, 0).mul_(scale)
+    pairs = (product(outputs, values.mT) * between).to(k.dtype)
+    del causal, between
+    dq = product(outputs, h.to(do.dtype)).mul_((torch.exp2(decay) * scale)[..., None])
+    dq += product(pairs, keys)
+    del outputs
+    dg = (dq * queries).sum(-1)
+    dq = of_keys(dq, like=q)
+    dk = product(values, dh.to(v.dtype)).mul_(torch.exp2(final - decay).where(is_row, 0)[..., None])
+    del values
+    of_last = torch.exp2(final[:, 0]) * of_states + (dk * keys).sum((1, 2))
+    dk += product(pairs.mT, queries)
+    del pairs, queries
+    dg = (dg - (dk * keys).sum(-1)).scatter_add_(1, last, of_last[:, None])
+    del keys
+    dk = of_keys(dk, like=k)
+    dw = write(product(read(dv).to(v.dtype), h.to(v.dtype)).neg_().to(w.dtype))
+    return dq, dk, dw, write(dg[..., None])[..., 0]
 
-    def of_keys(x: Tensor) -> Tensor:
-        return write(x).view(B, T, H, heads // H, K).sum(3)
 
-    return of_keys(dq).to(q.dtype), of_keys(dk).to(k.dtype), write(dw.to(w.dtype)), write(dg[..., None])[..., 0]
+def _by_chunks(at: Tensor, is_row: Tensor, B: int, T: int, H: int, heads: int) -> tuple[Any, Any]:
+    """Return what reads (B, T, H or heads, width) as (chunks x heads, C, width), and what writes it back."""
+    head = torch.arange(heads, device=at.device)[:, None]
+    rows = {n: (at[:, None] * n + head * n // heads).flatten(0, 1) for n in {H, heads}}
+    places = rows[heads].masked_fill(~is_row, B * T * heads).flatten()  # what is no token goes to one row behind
+
+    def read(x: Tensor) -> Tensor:
+        """0 for what is no token of the chunk. Of fewer heads each is read several times."""
+        return x.reshape(-1, x.shape[-1])[rows[x.shape[2]]].masked_fill_(~is_row[..., None], 0)
+
+    def write(x: Tensor) -> Tensor:
+        flat = x.new_empty(B * T * heads + 1, x.shape[-1])
+        return flat.index_copy_(0, places, x.flatten(0, 1))[:-1].view(B, T, heads, -1)
+
+    return read, write
 
 
 def _tokens_of_chunks(
@@ -131,7 +145,7 @@ def _tokens_of_chunks(
     return torch.where(is_token, begins + within, 0), is_token
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b of batches of matrices of one dtype, in fp32 at least."""
     if a.is_cuda and a.dtype.itemsize == 2:
         return torch.bmm(a, b, out_dtype=torch.float32)

@@ -243,10 +243,15 @@ def filled(batch: dict[str, Any], tokens: int, longest: int, pad_token_id: int) 
         there = batch[name]
         rows[name] = torch.cat([there, torch.as_tensor(value, dtype=there.dtype).expand(1, missing)], 1)
     known = torch.cat([ends[:-1], ends.new_tensor(of_its_own)])
-    step = max(16, tokens // MEAN_DOCUMENT)
+    step = most_documents(tokens)
     count = -(-len(known) // step) * step + 1
     ends = torch.cat([known, ends.new_full((count - len(known),), tokens)])
     return {**batch, **rows, **dict.fromkeys(_LENGTHS, ends), **dict.fromkeys(_LONGEST, longest), PADDING: missing}
+
+
+def most_documents(tokens: int) -> int:
+    """Return as how many documents so many tokens are read, or a multiple where there are more."""
+    return max(16, tokens // MEAN_DOCUMENT)
 
 
 def filled_to_a_step(batch: dict[str, Any], pad_token_id: int) -> dict[str, Any]:

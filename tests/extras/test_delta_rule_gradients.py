@@ -106,8 +106,8 @@ def assert_close(pairs, error):
 def test_an_error_of_one_percent_is_noticed(monkeypatch):
     from liger_trainer.extras import delta_rule_gradients
 
-    product = delta_rule_gradients._product
-    monkeypatch.setattr(delta_rule_gradients, "_product", lambda a, b: product(a, b) * 1.01)
+    product = delta_rule_gradients.product
+    monkeypatch.setattr(delta_rule_gradients, "product", lambda a, b: product(a, b) * 1.01)
     with pytest.raises(AssertionError):
         assert_close(run("documents"), 1e-3)
 

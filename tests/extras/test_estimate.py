@@ -116,6 +116,25 @@ def test_a_trained_head_for_multi_token_prediction_is_counted():
     assert backward >= 16 * head + 10 * states  # and what the head's layer keeps, and the gradient of its hidden states
 
 
+def test_the_backward_of_a_delta_rule_has_the_states_and_the_tokens_of_all_chunks():
+    heads, width, chunks = 16, 128, 32
+    linear = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
+    sizes = {**HEAD_SIZES, **linear, "linear_key_head_dim": width, "linear_value_head_dim": width}
+    config: Any = transformers.AutoConfig.for_model(
+        "qwen3_5_text", **{**sizes, "layer_types": ["linear_attention"], "num_hidden_layers": 1}
+    )
+    spec = step(student=ModelSpec(config, torch.float32), rows=2, length=1024)
+    plain, packed = (
+        parts(simulate(dataclasses.replace(spec, by_lengths=by_lengths)), "backward")["in the backward"]
+        for by_lengths in (False, True)
+    )
+    states, tokens = (chunks * heads * width * length * 4 for length in (width, 64))
+    # states and their gradients; q, k, v, the output's gradient, dq and what is added to it
+    of_chunks = 2 * states + 6 * tokens
+    assert plain > of_chunks
+    assert packed - plain == pytest.approx(of_chunks, rel=0.1)  # each of 32 documents may have a chunk more
+
+
 def test_activations_grow_with_rows_and_with_layers():
     def activations(rows, layers):
         config = config_of(**{**WIDE, "num_hidden_layers": layers})

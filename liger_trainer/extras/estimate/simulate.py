@@ -37,6 +37,7 @@ from ...patching.patcher import NothingToPatch, Patched, PatchOptions, base_of
 from ...teachers.adapters_off import without_adapters
 from ...teachers.base import teacher_logits
 from ...trainers.options import ALWAYS, NEVER
+from ...trainers.step_graphs import most_documents
 from ..mtp import MtpHead, MtpPass
 from ..qat import linear_layers
 from .memory_tracker import GraphPool, MemoryTracker, Peak
@@ -157,7 +158,7 @@ def simulate(spec: StepSpec) -> StepMemory:
     Raises:
         ConfigError: a model cannot be built, or its computation depends on values.
     """
-    with _stand_ins():
+    with _stand_ins(spec):
         fake, tracker = FakeTensorMode(), MemoryTracker()
         student = _student(spec)
         teacher = _teacher(spec) if spec.teacher is not None else None
@@ -199,7 +200,7 @@ def simulate(spec: StepSpec) -> StepMemory:
 
 def simulate_reading(spec: StepSpec) -> Peak:
     """Return the highest point of a forward of only the teacher over a batch, without logits: what a capture does."""
-    with _stand_ins():
+    with _stand_ins(spec):
         fake, tracker = FakeTensorMode(), MemoryTracker()
         teacher = _teacher(spec)
         with fake:
@@ -213,13 +214,14 @@ def simulate_reading(spec: StepSpec) -> Peak:
 
 
 @contextlib.contextmanager
-def _stand_ins() -> Iterator[None]:
+def _stand_ins(spec: StepSpec) -> Iterator[None]:
     """Within it, models of transformers may be built with our stand-ins, which warn of nothing."""
+    documents = most_documents(spec.rows * spec.length) if spec.by_lengths else None
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, attention_mask)
     AttentionInterface.register(BY_LENGTHS, attention)
     AttentionMaskInterface.register(BY_LENGTHS, lambda *args, **kwargs: None)  # pyright: ignore[reportArgumentType]
-    with warnings.catch_warnings(), as_bitsandbytes(), as_fla_core():
+    with warnings.catch_warnings(), as_bitsandbytes(), as_fla_core(documents):
         warnings.simplefilter("ignore")
         yield
 

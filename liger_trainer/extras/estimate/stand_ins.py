@@ -28,6 +28,8 @@ from ...patching.packing import token_mixers
 from ...patching.packing.packed_attention import attention_modules, eager_of, why_not_packed
 from ...patching.packing.token_mixers import CHUNK
 from ...patching.structure import on_miniatures
+from .. import delta_rule_gradients
+from ..delta_rule_gradients import chunk_gradients
 
 
 @contextlib.contextmanager
@@ -134,46 +136,65 @@ class _GroupedProduct(torch.autograd.Function):
 class _DeltaRule(torch.autograd.Function):
     """fla-core's gated delta rule, chunk by chunk, with norms of q and k: (rows, length, heads, width).
 
-    v, g, beta have as many heads or more. A chunk's state is (heads, width of keys, width of values).
+    v, g, beta have as many heads or more. A chunk's state is (heads, width of keys, width of values). The step of the
+    backward that fla-core refuses on Hopper is ours everywhere: it takes more than fla-core's own.
+
+    Args:
+        documents: the most that packed rows may have; None: rows are not packed.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: int | None) -> Tensor:
         q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
         normed = [torch.empty_like(x) for x in (q, k)]
         norms = [x.new_empty(x.shape[:-1], dtype=torch.float32) for x in (q, k)]
         solved = k.new_empty(*beta.shape, CHUNK)
         ctx.save_for_backward(*normed, *norms, v, torch.empty_like(g, dtype=torch.float32), beta, solved)
-        _states_of_chunks(k, v)
+        ctx.documents = documents
+        _states_of_chunks(k, v, documents)
         return torch.empty_like(v)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, _, _, v, g, beta, _ = ctx.saved_tensors
-        again, of_states = _states_of_chunks(k, v), _states_of_chunks(k, v)[:2]
-        of_keys = [k.new_empty(*beta.shape, k.shape[-1]) for _ in range(4)]  # two parts of dk, dq and dw
-        result = tuple(torch.empty_like(x) for x in (q, k, v, g, beta))
-        del again, of_states, of_keys
-        return result
+        states, made, u, w = _states_of_chunks(k, v, ctx.documents)
+        of_states, dv = torch.empty_like(states), torch.empty_like(v)
+        packed: dict[str, Any] = {}
+        if ctx.documents is not None:
+            packed["cu_seqlens"] = k.new_empty(ctx.documents + 2, dtype=torch.int32)
+            packed["chunk_indices"] = k.new_empty(states.shape[1], 2, dtype=torch.int32)
+        dq, dk, dw, dg = chunk_gradients(q, k, made, grads[0], states, of_states, w, g, dv, 1.0, **packed)
+        _, of_v, of_beta, _ = (torch.empty_like(x) for x in (w, v, beta, g))  # what comes through u and w
+        del u, dw
+        return dq, dk, of_v, dg, of_beta, None
 
 
-def _states_of_chunks(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def _states_of_chunks(k: Tensor, v: Tensor, documents: int | None) -> tuple[Tensor, ...]:
     """Return what has the size of the states of all chunks, of v twice, and of k with the heads of v."""
     rows, length, heads, width = v.shape
-    states = k.new_empty(rows, math.ceil(length / CHUNK), heads, k.shape[-1], width)
+    chunks = (rows, math.ceil(length / CHUNK)) if documents is None else (1, rows * length // CHUNK + documents)
+    states = k.new_empty(*chunks, heads, k.shape[-1], width)
     return states, torch.empty_like(v), torch.empty_like(v), k.new_empty(rows, length, heads, k.shape[-1])
 
 
-def _delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **how: Any) -> tuple[Tensor, None]:
-    return _DeltaRule.apply(query, key, value, g, beta), None  # pyright: ignore
-
-
 @contextlib.contextmanager
-def as_fla_core() -> Iterator[None]:
-    """Let patching take `_delta_rule` for fla-core's gated delta rule, installed or not."""
+def as_fla_core(documents: int | None) -> Iterator[None]:
+    """Let patching take a stand-in for fla-core's gated delta rule, installed or not.
+
+    Args:
+        documents: as of `_DeltaRule`.
+    """
+
+    def rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **how: Any) -> tuple[Tensor, None]:
+        return _DeltaRule.apply(query, key, value, g, beta, documents), None  # pyright: ignore
+
+    def product(a: Tensor, b: Tensor) -> Tensor:  # which sums up in fp32 without wider factors
+        return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32)
+
     replaced = Replacements()
     replaced.set(token_mixers, "why_no_rule", lambda function: None)
-    replaced.set(token_mixers, "delta_rule", lambda function, by_fla: _delta_rule)
+    replaced.set(token_mixers, "delta_rule", lambda function, by_fla: rule)
+    replaced.set(delta_rule_gradients, "product", product)
     try:
         yield
     finally:
