@@ -298,6 +298,11 @@ class TokenLossOutput(ModelOutput):
     parts: dict[str, Tensor] = None  # see `BatchLoss`
     uncast: "Uncast" = None
 
+    def __getattr__(self, name: str) -> Any:
+        """Say it where an adapter (PEFT's CPT) or another wrapper computes with logits."""
+        also = ", which this loss never stores: what computes with them trains with transformers' Trainer"
+        raise AttributeError(f"{type(self).__name__} has no {name!r}{also if name == 'logits' else ''}")
+
     def in_fp32(self) -> "TokenLossOutput":
         """Return the output as it was before an engine cast it, as FSDP2 does to its `output_dtype`."""
         if self.uncast is None or self.token_loss.dtype == self.uncast.values["token_loss"].dtype:

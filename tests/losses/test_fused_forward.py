@@ -497,6 +497,15 @@ def test_transforms_of_torch_func_are_refused_and_weights_of_others_are_not():
         torch.func.grad(lambda weights: torch.func.functional_call(model, weights, (), batch).loss)(others)
 
 
+def test_whoever_asks_the_per_token_values_for_logits_is_told_why_there_are_none():
+    model, ids = tiny_model(), torch.arange(9)[None]
+    FusedLoss(model)
+    outputs = model(input_ids=ids, labels=ids, fused_lm_head=True)
+    assert not hasattr(outputs, "attentions") and outputs.jsd is None
+    with pytest.raises(AttributeError, match="no 'logits', which this loss never stores: .* transformers' Trainer"):
+        outputs.logits  # noqa: B018
+
+
 def test_threads_share_a_model():
     """One is in the middle of a pass with labels while others score, infer, and come to an end."""
     model, batch = tiny_model().eval(), masked_batch()
