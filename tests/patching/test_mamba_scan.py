@@ -98,8 +98,7 @@ def test_a_layer_keeps_its_inputs_alone():
     assert {id(tensor) for tensor in kept} <= {id(tensor) for tensor in given}
 
 
-def test_nothing_of_the_state_is_as_large_as_a_chunk_for_each_token():
-    """transformers' function has a temporary of (tokens, chunk, heads, N)."""
+def test_the_largest_temporary_is_of_pairs_within_chunks():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):

@@ -8,9 +8,7 @@ Within a chunk of Q tokens, y is a product of a matrix (Q, Q) with u, as attenti
 of a matrix (chunks, chunks) with the states behind each. Where a document ends, both matrices are zero, so that rows of
 several documents are those documents one by one.
 
-transformers' function in plain torch has a temporary of (tokens, Q, heads, N), 64 GiB with Granite 4.0 H-Micro's shape
-and 2 x 4096 tokens. Here the largest are (tokens, Q, heads), computed again in backward, so that a layer keeps its
-inputs alone. Nothing waits for the device, so that CUDA graphs have it. Everything is in fp32, sums of
+The largest temporaries are (tokens, Q, heads), computed again in backward, so that a layer keeps its inputs alone. Nothing waits for the device, so that CUDA graphs have it. Everything is in fp32, sums of
 logarithms in fp64.
 
 Source    Dao & Gu 2024, arXiv:2405.21060 (Mamba-2), section 6 and listing 1
@@ -60,24 +58,22 @@ def _scan(
         if dt_bias is not None:
             dt = dt + dt_bias.float()
         dt = (softplus(dt) if softplus_of_dt else dt).clamp(*dt_limit)
-        # rows b, chunks c, tokens l in a chunk; heads are r of each group g
+        # rows b, chunks c, tokens l and earlier ones s of a chunk; heads are r of each group g
         split = partial(_in_chunks, chunk=chunk)
-        u = split(x * dt[..., None]).unflatten(3, (groups, heads // groups))  # b c l g r p
-        decay = split(dt.double() * A.double()).cumsum(2).permute(0, 1, 3, 2)  # b c h l
+        u = split(x * dt[..., None]).unflatten(3, (groups, -1)).transpose(2, 3)  # b c g l r p
+        decay = split(dt.double() * A.double()).cumsum(2).transpose(2, 3).unflatten(2, (groups, -1))  # b c g r l
         B, C = (split(t).transpose(2, 3) for t in (B, C))  # b c g l n
         numbers = None if document is None else split(document)
         inner, to_end, from_start, between = _decays(decay, numbers)
 
-        by_head = u.permute(0, 1, 3, 4, 2, 5)  # b c g r l p
-        scores = (C @ B.transpose(-1, -2)).unsqueeze(3)  # b c g 1 l s
-        y = (scores * inner.unflatten(2, (groups, -1))) @ by_head
-        written = by_head * to_end.unflatten(2, (groups, -1))[..., None]
-        states = B.transpose(-1, -2).unsqueeze(3) @ written  # b c g r n p
-        before = torch.einsum("bhzc,bchn->bzhn", between, states.flatten(4).flatten(2, 3))
-        before = before.unflatten(2, (groups, -1)).unflatten(4, states.shape[-2:])
-        y = y + (C.unsqueeze(3) @ before) * from_start.unflatten(2, (groups, -1))[..., None]
+        within = (C @ B.transpose(-1, -2)).unsqueeze(3) * inner  # b c g r l s
+        y = (within @ u.transpose(3, 4)).transpose(3, 4)
+        written = u * to_end.transpose(3, 4)[..., None]
+        states = (B.transpose(-1, -2) @ written.flatten(4)).unflatten(4, u.shape[4:])  # b c g n r p
+        before = torch.einsum("bgrzc,bcgnrp->bzgnrp", between, states)
+        y = y + (C @ before.flatten(4)).unflatten(4, u.shape[4:]) * from_start.transpose(3, 4)[..., None]
 
-        y = y.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, :length]
+        y = y.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :length]
         return (y if D is None else y + x * D.float()[:, None]).contiguous()
 
 
@@ -91,27 +87,27 @@ def _decays(decay: Tensor, document: Tensor | None) -> tuple[Tensor, Tensor, Ten
     """Return how much is left of one thing at another.
 
     Args:
-        decay: (b, c, h, l), logarithms since the chunk began, of this token too. fp64: they are sums, whose differences
-            would be rounded.
+        decay: (b, c, g, r, l), logarithms since the chunk began, of this token too. fp64: they are sums, whose
+            differences would be rounded.
         document: (b, c, l), numbers of documents.
 
     Returns:
-        of a token at later ones of its chunk (b, c, h, l, s), and behind the chunk (b, c, h, l); of the state before a
-        chunk at its tokens (b, c, h, l); of what a chunk writes before later chunks (b, h, later c, c).
+        of a token at later ones of its chunk (b, c, g, r, l, s), and behind the chunk (b, c, g, r, l); of the state
+        before a chunk at its tokens (b, c, g, r, l); of what a chunk writes before later chunks (b, g, r, later c, c).
     """
     tokens, chunks = decay.shape[-1], decay.shape[1]
     seen = torch.ones(tokens, tokens, dtype=torch.bool, device=decay.device).tril()
     after = torch.ones(chunks, chunks, dtype=torch.bool, device=decay.device).tril(-1)  # z, c: z comes after c
-    whole = decay[..., -1].transpose(1, 2).cumsum(-1)  # b h c: up to and with each chunk
-    between = pad(whole[..., :-1], (1, 0))[..., :, None] - whole[..., None, :]
-    inner = decay[..., :, None] - decay[..., None, :]
-    to_end, from_start = decay[..., -1:] - decay, decay
+    whole = decay[..., -1].movedim(1, -1).cumsum(-1)  # b g r c: up to and with each chunk
+    between = (pad(whole[..., :-1], (1, 0))[..., :, None] - whole[..., None, :]).float()
+    inner = (decay[..., :, None] - decay[..., None, :]).float()
+    to_end, from_start = (decay[..., -1:] - decay).float(), decay.float()
     if document is not None:
-        seen = seen & (document[..., :, None] == document[..., None, :]).unsqueeze(2)
+        seen = seen & (document[..., :, None] == document[..., None, :])[:, :, None, None]
         last = document[..., -1]
         first = pad(last[:, :-1], (1, 0), value=-1)  # of the state before each chunk
-        after = after & (first[:, None, :, None] == last[:, None, None, :])
-        to_end = to_end.masked_fill((document != last[..., None]).unsqueeze(2), -torch.inf)
-        from_start = from_start.masked_fill((document != first[..., None]).unsqueeze(2), -torch.inf)
+        after = after & (first[:, :, None] == last[:, None])[:, None, None]
+        to_end = to_end.masked_fill((document != last[..., None])[:, :, None, None], -torch.inf)
+        from_start = from_start.masked_fill((document != first[..., None])[:, :, None, None], -torch.inf)
     inner, between = inner.masked_fill(~seen, -torch.inf), between.masked_fill(~after, -torch.inf)
-    return inner.float().exp(), to_end.float().exp(), from_start.float().exp(), between.float().exp()
+    return inner.exp(), to_end.exp(), from_start.exp(), between.exp()
