@@ -25,6 +25,7 @@ PLUGINS = {
     "keep_layers": "students.drop_layers",
     "adamw_8bit": "adamw_8bit",
     "delta_rule": "delta_rule_gradients",
+    "mamba_scan": "mamba_scan",
     "parallelism_config": "sequence_parallel",
     "rollouts": "rollouts.rollouts",
     "qat": "qat",

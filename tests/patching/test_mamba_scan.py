@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
 
-from liger_trainer.patching.packing import mamba_scan as scanning
+from liger_trainer.extras import mamba_scan as scanning
+from liger_trainer.extras.mamba_scan import mamba_scan
 from liger_trainer.patching.packing import token_mixers
-from liger_trainer.patching.packing.mamba_scan import mamba_scan
 
 if not hasattr(granite, "mamba2_chunk_scan"):
     pytest.skip("this transformers has no function for the scan", allow_module_level=True)

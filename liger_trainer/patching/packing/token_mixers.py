@@ -7,7 +7,8 @@ forward that calls ours (`rebound` of compat/code_objects.py):
 
 causal convolution    our op, which the function below transformers' decorator is proved to be
 gated delta rule      fla-core's function, where it is installed, with chunks that are laid out on the device
-Mamba-2's scan        products of torch (mamba_scan.py), which that function is proved to be, where mamba_ssm is absent
+Mamba-2's scan        products of torch (extras/mamba_scan.py), which that function is proved to be, where mamba_ssm is
+                      absent
 
 All read the documents of packed rows by their lengths, as attention does (packed_attention.py).
 """
@@ -30,7 +31,6 @@ from ...plugins import load
 from .. import structure
 from ..options import PatchOptions, PatchReport
 from .document_mask import Documents
-from .mamba_scan import mamba_scan
 from .packed_attention import documents_of
 
 # The first parameters of the functions for many tokens, and of those for a token after what a cache holds.
@@ -199,7 +199,7 @@ def why_no_scan(function: Callable) -> str | None:
             theirs = inspect.unwrap(function)(x, dt, A, B, C, chunk_size=4, D=D, dt_bias=bias, z=None, **how)
         except (RuntimeError, TypeError, ValueError):
             return "it takes other tensors than ours"
-        if not _agree(theirs, mamba_scan(x, dt, A, B, C, D, bias, chunk=4, **how), inputs):
+        if not _agree(theirs, load("mamba_scan").mamba_scan(x, dt, A, B, C, D, bias, chunk=4, **how), inputs):
             return "it is no scan of Mamba-2 as we know it"
     return None
 
@@ -207,6 +207,7 @@ def why_no_scan(function: Callable) -> str | None:
 @functools.cache  # one function for all layers, so that torch.compile sees one
 def scan(function: Callable) -> Callable:
     """Return a function that is called like transformers' and computed by `mamba_scan`, where it keeps no state."""
+    mamba_scan = load("mamba_scan").mamba_scan
 
     def compute(
         hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
