@@ -1,23 +1,11 @@
 """`merge`: turn a LoRA adapter and its base into one model that transformers loads."""
 
-import json
-import shutil
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ..common.files import staged_folder, writing_to
-from ..errors import ConfigError, CorruptError
-from ..extras.gguf_file import find_converter, write_gguf
 from ._shared import Force, RunDir, quieten_deprecations
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-MANIFEST = "merge.json"
-ADAPTER, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def merge(
@@ -39,149 +27,7 @@ def merge(
 
     Nothing is kept unless the merged model's logits are the adapter's.
     """
-    adapter = _adapter(run_dir)
-    name = base or adapter.get("base_model_name_or_path")
-    if not (name and isinstance(name, str)):
-        raise ConfigError(f"{run_dir / ADAPTER} does not name its base model; name it with --base MODEL.")
-    # Before the base is loaded, which may take minutes.
-    _check_target(out, run_dir, name, force)
-    if gguf is not None:
-        if gguf.exists() and not (force and gguf.is_file()):
-            raise ConfigError(f"--gguf: {gguf} exists; choose another name{' or add --force' * gguf.is_file()}.")
-        converter = find_converter()
-    from ..common.weights import check_mergeable
-    from ..compat.models import name_or_path
+    from ..extras.merge import merge as run
 
-    check_mergeable(str(adapter.get("peft_type")))
     quieten_deprecations()
-    model, tokenizer = _merged(run_dir, name, None if base else adapter.get("revision"), dtype)
-
-    of, weights_dtype = name_or_path(model.config), model.dtype
-    try:
-        with writing_to(out), staged_folder(out) as staged:
-            from ..common.mtp_head import SHARD, keep_mtp_head
-            from ..common.weights import logits_of
-
-            expected = logits_of(model)
-            model.save_pretrained(staged)
-            tokenizer.save_pretrained(staged)
-            kept = keep_mtp_head(model, staged, trained=run_dir / SHARD)
-            del model  # one copy of the weights is in memory when the files are read again
-            _check_files(staged, expected, weights_dtype)
-            files = sorted(path.name for path in staged.iterdir())
-            (staged / MANIFEST).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
-            if out.exists():
-                # Only now that the new one is whole; a link is kept, and what it leads to is replaced.
-                shutil.rmtree(out.resolve())
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error}") from None
-    typer.echo(f"Wrote {out}: {of} with the adapter of {run_dir} merged in, {weights_dtype}")
-    if kept:
-        typer.echo(kept)
-    if gguf is not None:
-        write_gguf(out, gguf, converter)
-        typer.echo(f"Wrote {gguf}")
-
-
-def _adapter(run_dir: Path) -> dict[str, Any]:
-    """Return the adapter's configuration. Raise for everything that can be found without reading weights."""
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: no such directory; expected a run, a checkpoint or an adapter.")
-    path = run_dir / ADAPTER
-    if not path.is_file():
-        inside = sorted(str(found.parent) for found in run_dir.glob(f"*/{ADAPTER}"))
-        hint = f" There is one in {', '.join(inside)}." if inside else ""
-        if not hint and (run_dir / "config.json").is_file():
-            hint = " It is a whole model already."
-        raise ConfigError(f"{run_dir} holds no adapter ({ADAPTER}).{hint}")
-    try:
-        adapter = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptError(f"{path} cannot be read: {error}") from None
-    if not any((run_dir / name).is_file() for name in WEIGHTS):
-        raise CorruptError(f"{run_dir}: the weights of the adapter are missing: {' or '.join(WEIGHTS)}.")
-    return adapter
-
-
-def _check_target(out: Path, run_dir: Path, base: str, force: bool) -> None:
-    """Refuse to replace anything but an earlier merge: the adapter, its base, or a folder with other files."""
-    target, adapter = out.resolve(), run_dir.resolve()
-    if target == adapter or target in adapter.parents:
-        raise ConfigError(f"{out} {'is' if target == adapter else 'holds'} the adapter itself; choose another name.")
-    if target == Path(base).expanduser().resolve():
-        raise ConfigError(f"{out} is the base of the adapter; choose another name.")
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not force:
-        raise ConfigError(f"{out} exists; choose another name or add --force.")
-    others = sorted(path.name for path in out.iterdir() if path.name not in _merged_files(out)) if out.is_dir() else []
-    if others or not out.is_dir():
-        what = f"holds what no merge wrote ({', '.join(others[:3])})" if others else "is a file"
-        raise ConfigError(f"{out} {what}, and --force replaces only merged models; choose another name.")
-
-
-def _merged_files(out: Path) -> set[str]:
-    """Return the names of files that a merge wrote into the folder, from its manifest; none without one."""
-    try:
-        return {MANIFEST, *json.loads((out / MANIFEST).read_text(encoding="utf-8"))["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
-
-
-def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -> "tuple[PreTrainedModel, Any]":
-    import torch
-    from transformers import AutoConfig
-
-    from ..common.weights import auto_class, load_whole, merged, with_adapter
-    from ..extras.demo import resolve_model
-
-    path = resolve_model(name)
-    target = getattr(torch, dtype, None) if dtype else None
-    if dtype and not (isinstance(target, torch.dtype) and target.is_floating_point):
-        raise ConfigError(f"--dtype: expected float32, bfloat16 or float16, got {dtype!r}.")
-    try:
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
-        # Weights in 4 bits would be unpacked, added to, and packed again, with another error.
-        if getattr(config, "quantization_config", None) is not None:
-            raise ConfigError(f"{name} is quantized on disk; name the unquantized model with --base MODEL.")
-        load = partial(auto_class(config).from_pretrained, trust_remote_code=False)
-        # In fp32 the sum is rounded once, when it is saved.
-        model = load_whole(load, path, revision=revision, dtype=torch.float32)
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the base model {name} cannot be loaded: {error} Name it with --base MODEL.") from None
-    try:
-        plain = merged(with_adapter(model, run_dir))
-    except ConfigError as error:
-        raise ConfigError(f"{run_dir} on {name}: {error}") from error
-    has_tokenizer = any((run_dir / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-    plain.config.use_cache = True
-    return plain.to(target or config.dtype or torch.float32), _processing(str(run_dir) if has_tokenizer else path)
-
-
-def _check_files(folder: Path, expected: Any, dtype: Any) -> None:
-    """Raise ConfigError unless the model that transformers loads from the folder has these logits."""
-    from transformers import AutoConfig
-
-    from ..common.weights import TOLERANCE, auto_class, check_alike, load_whole, logits_of
-
-    try:
-        load = partial(auto_class(AutoConfig.from_pretrained(folder)).from_pretrained, trust_remote_code=False)
-        again = load_whole(load, str(folder), dtype=dtype)
-    except (ConfigError, OSError, ValueError, RuntimeError, AssertionError) as error:
-        raise ConfigError(f"the merged model cannot be loaded again, so it was not kept: {error}") from error
-    check_alike(logits_of(again), expected, TOLERANCE[dtype], "saved")
-
-
-def _processing(folder: str) -> Any:
-    """Return the tokenizer of a folder or hub id, or the processor that a folder has for images."""
-    from transformers import AutoProcessor, AutoTokenizer
-
-    has_processor = any(
-        (Path(folder) / file).is_file() for file in ("processor_config.json", "preprocessor_config.json")
-    )
-    try:
-        return (AutoProcessor if has_processor else AutoTokenizer).from_pretrained(folder, trust_remote_code=False)
-    except ImportError as error:  # such as of torchvision
-        raise ConfigError(f"the processor in {folder} cannot be read: {' '.join(str(error).split())}") from None
+    run(run_dir, out, base, dtype, gguf, force)
