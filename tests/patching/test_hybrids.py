@@ -279,6 +279,40 @@ def test_packed_delta_rules_are_the_sum_over_documents(with_rule, family, make):
     assert_same(outcome(model, [{"input_ids": same, "labels": same}]), want, WITHIN[make])
 
 
+QWEN4 = {
+    **DELTA, "layer_types": ["linear_attention", "indexed_attention"], "indexer_n_heads": 2, "indexer_kv_heads": 1,
+    "indexer_head_dim": 16, "indexer_budget": 4, "indexer_compress_ratio": 2, "ple_layer_ids": [1],
+    "ngram_vocab_size_base": 101,
+}  # fmt: skip
+
+
+@pytest.fixture
+def qwen4(monkeypatch):
+    """The name of a family with n-grams of tokens, whose indexer rotates queries without keys."""
+    family = "qwen4_exp_text"
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip("this transformers has no Qwen4-Exp")
+    monkeypatch.setitem(ALL, family, QWEN4)
+    return family
+
+
+def test_n_grams_across_documents_are_refused(with_rule, qwen4):
+    model = with_rule(qwen4, stand_in)
+    patched = patch(model)
+    with pytest.raises(ConfigError, match="layers of type linear_attention take no lengths of documents"):
+        patch_packed_attention(model, patched, PackedRows())
+
+
+def test_queries_that_are_rotated_without_keys_are_as_before(with_rule, qwen4):
+    model = with_rule(qwen4, None)
+    rows = torch.stack(documents([9, 9], 50)) + 4
+    batches = [{"input_ids": rows, "labels": rows}]
+    want = outcome(model, batches)
+    with patch(model) as patched:
+        assert any(name.endswith("rope") for name in patched.report.swapped)
+        assert_same(outcome(model, batches), want)
+
+
 def test_a_delta_rule_across_documents_is_noticed(with_rule, monkeypatch):
     plain = with_rule("qwen3_5_text", None)
     rows = [row + 4 for row in documents(LENGTHS, 50)]

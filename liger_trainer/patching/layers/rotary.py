@@ -264,10 +264,10 @@ def replacement(function: Callable, rule: RotaryRule) -> Callable:
             return function(q, k, freqs_cis)
         return rotate(rule, q, k, cos, sin, rule.heads_dim)
 
-    def apply(q, k, cos, sin, *positional, **named):
+    def apply(q, k=None, cos: Any = None, sin: Any = None, *positional, **named):
         others = {**dict(zip(called.others, positional, strict=False)), **named}
         heads_dim = others.pop("unsqueeze_dim", called.heads_dim)
-        if any(x is not None for x in others.values()) or not fits(q, k, cos, sin, heads_dim):
+        if k is None or any(x is not None for x in others.values()) or not fits(q, k, cos, sin, heads_dim):
             return function(q, k, cos, sin, *positional, **named)
         return rotate(rule, q, k, cos, sin, heads_dim)
 

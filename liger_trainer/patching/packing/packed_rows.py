@@ -30,10 +30,10 @@ _ATTENTION = (
 # Families whose own attention, which doesn't go through the interface, starts from 0 where positions do.
 _APART = ("codegen", "gpt_neo", "gpt_neox_japanese", "gptj")
 # Families that hand the documents to the kernels of their other layers. transformers (5.23, not yet 5.17) refuses to
-# run packed rows without these kernels.
+# run packed rows without these kernels. Not Qwen4-Exp, whose n-grams and dilated convolutions go across documents.
 _HAND_OVER = (
     "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h",
-    "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "zamba", "zamba2",
+    "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2",
 )  # fmt: skip
 # Families whose masks are made without positions: only lengths tell their attention where documents end.
 _BLIND = (
