@@ -245,18 +245,22 @@ class LayerGraph:
 
     def record_backward(self, recorder: Recorder, after: "LayerGraph | None") -> None:
         """Record backward, where the gradients of outputs are those that the layer after computes, if it does."""
-        given: dict[int, int] = {}  # by output: which of these is its gradient
+        given: dict[int, tuple[int, Tensor]] = {}  # by output: its gradient, and which of theirs that is
+        theirs: list[Tensor | None] = []
         if after is not None:
+            theirs = after.gradients
             trained = (index for index, spec in zip(after.call.chained, after.specs, strict=True) if spec.requires_grad)
-            given = {index: place for place, index in enumerate(trained)
-                     if index is not None and after.gradients[place] is not None}  # fmt: skip
+            given = {
+                index: (place, gradient)
+                for place, (index, gradient) in enumerate(zip(trained, theirs, strict=False))
+                if index is not None and gradient is not None
+            }
         self.output_gradients = [
-            after.gradients[given[index]] if index in given else torch.zeros_like(output)
-            for index, output in enumerate(self.outputs)
+            given[index][1] if index in given else torch.zeros_like(output) for index, output in enumerate(self.outputs)
         ]
         computed, self.replay_backward = recorder.record(self.run_backward)
-        for index, place in given.items():  # they are read: what is recorded next may use their memory
-            self.output_gradients[index] = after.gradients[place] = recorder.unowned(self.output_gradients[index])
+        for index, (place, gradient) in given.items():  # they are read: what is recorded next may use their memory
+            self.output_gradients[index] = theirs[place] = recorder.unowned(gradient)
         kept = iter(computed)
         self.gradients = [next(kept) if is_computed else None for is_computed in self._are_computed]
         for index, parameter in enumerate(self.parameters, len(self.gradients) - len(self.parameters)):
