@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..compat.deepspeed import is_partitioned, shape_of
+from ..compat.modules import accelerate_hook
 from ..errors import ConfigError, CorruptError
 
 SHOWN = 5  # names of each kind in a message
@@ -41,7 +42,7 @@ class DamagedWeightsError(ConfigError):
 
 def refuse_meta(argument: str, model: nn.Module) -> None:
     """Raise ConfigError for a model whose weights are nowhere: no hook of accelerate's and no FSDP brings them."""
-    elsewhere = "ACCELERATE_USE_FSDP" in os.environ or any(hasattr(module, "_hf_hook") for module in model.modules())
+    elsewhere = "ACCELERATE_USE_FSDP" in os.environ or any(map(accelerate_hook, model.modules()))
     empty = [] if elsewhere else [name for name, weight in model.named_parameters() if weight.is_meta]
     if empty:
         raise ConfigError(

@@ -127,7 +127,7 @@ def patched_sft_module(args: Any, model: Any) -> AbstractContextManager[None]:
         if getattr(model, "generation_config", None) is None:
             raise ConfigError(
                 f"model: expected a causal language model, without a wrapper, or the name of one, got a "
-                f"{type(model).__name__}. What is none trains with transformers' Trainer."
+                f"{type(model).__name__}. Other models train with transformers' Trainer."
             )
         refuse_meta("model", model)
     allowed = getattr(args, "allow_missing_weights", False)

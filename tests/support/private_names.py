@@ -158,6 +158,7 @@ NAMES = (
     Name("torch._C", "DisableTorchFunctionSubclass", "describes such logits without reading them"),
     Name("torch._C._nn", "_parse_to", "reads the arguments of `to` of deferred logits"),
     Name("torch._C", "_current_graph_task_id", "tells a checkpoint's second forward from the first"),
+    Name("torch._C", "_are_functorch_transforms_active", "torch.func's transforms are refused in a sentence"),
     Name("torch._C._autograd", "_top_saved_tensors_default_hooks", "tells whether a checkpoint has begun"),
     Name("torch._C._autograd", "_get_current_graph_task_keep_graph", "whether memory may be used again"),
     Name("torch.utils.checkpoint", "_checkpoint_hook", "the name by which that hook is known"),

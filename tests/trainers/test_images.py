@@ -407,5 +407,5 @@ def test_distillation_with_graphs_of_both_models(family):
 
 def test_a_trainer_without_a_model_says_so():
     """With a frozen vision tower too, which is looked for in the model."""
-    with pytest.raises(TypeError, match="model"):
+    with pytest.raises(ConfigError, match="^model: expected a causal language model"):
         LigerTrainer(args=LigerConfig("out", freeze_vision_tower=True, bf16=False), peft_config=LoraConfig())
