@@ -223,10 +223,7 @@ def scan(function: Callable) -> Callable:
         if ends is None:
             return mamba_scan(hidden_states, dt, A, B, C, D, dt_bias, **kept)
         rows, length = dt.shape[:2]
-        at = torch.arange(rows * length, device=dt.device)
-        document = documents_of(ends, how).once(
-            "numbers", dt.device, lambda ends: torch.searchsorted(ends[1:], at.to(ends.dtype), right=True)[None]
-        )
+        document = documents_of(ends, how).bounds(rows * length, dt.device)[:1]  # by its beginning
         x, dt, B, C = (tensor.flatten(0, 1)[None] for tensor in (hidden_states, dt, B, C))
         return mamba_scan(x, dt, A, B, C, D, dt_bias, document, **kept).view(rows, length, *x.shape[2:])
 

@@ -46,7 +46,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     Raises:
         DataError: a line is not UTF-8.
     """
-    for number, line in enumerate(_byte_lines(path), 1):
+    for number, line in enumerate(_byte_lines(_content(path)), 1):
         try:
             yield number, line.decode().removesuffix("\r")
         except UnicodeDecodeError as error:
@@ -91,8 +91,8 @@ _UNPACK = {
 }  # fmt: skip
 
 
-def _byte_lines(path: Path) -> list[bytes]:
-    lines = _content(path).split(b"\n")
+def _byte_lines(content: bytes) -> list[bytes]:
+    lines = content.split(b"\n")
     return lines if lines[-1] else lines[:-1]
 
 
@@ -107,11 +107,12 @@ def read_json(path: Path, bad: BadRows, check: Check) -> "tuple[Dataset, list[in
     Raises:
         DataError: an array that is no JSON; an object around the list of rows; no row is right.
     """
-    rows, lines, blank = _array(path), None, 0
+    content = _content(path)
+    rows, lines, blank = _array(path, content), None, 0
     if rows is None:
-        rows = _objects(path)
+        rows = _objects(content)
     if rows is None:
-        numbered = list(enumerate(_byte_lines(path), 1))
+        numbered = list(enumerate(_byte_lines(content), 1))
         kept = [(number, line) for number, line in numbered if line.strip()]
         lines, rows = [number for number, _ in kept], [_parsed(line) for _, line in kept]
         blank = len(numbered) - len(kept)
@@ -175,9 +176,8 @@ def _problems(rows: list, check: Check) -> dict[int, str]:
     return {i: problem for i, problem in found.items() if problem is not None}
 
 
-def _array(path: Path) -> list | None:
+def _array(path: Path, content: bytes) -> list | None:
     """Return the elements of a file that is one JSON array; None for JSON lines, one of which may be a list."""
-    content = _content(path)
     if not content.lstrip().startswith(b"["):
         return None
     try:
@@ -198,9 +198,9 @@ def _rows_of(values: list) -> list:
     return ["expected a JSON object, got text" if isinstance(value, str) else value for value in values]
 
 
-def _objects(path: Path) -> list | None:
+def _objects(content: bytes) -> list | None:
     """Return the rows of a file of JSON objects that take several lines each, as `jq` prints them; None for others."""
-    content = _content(path).strip()
+    content = content.strip()
     first, _, rest = content.partition(b"\n")
     if not (rest and first.startswith(b"{") and content.endswith(b"}")) or isinstance(_parsed(first), dict):
         return None
