@@ -37,14 +37,13 @@ import torch
 from commands import save_models, write_rows
 from transformers.utils import logging
 
-from benchmarks.report import join_versions, provenance, table, write
+from benchmarks.report import table
 from liger_trainer.cli.app import main as command_line
 from liger_trainer.common.files import CONFIG, METRICS, sha256
 from liger_trainer.errors import LigerTrainerError
 from liger_trainer.recipes import distill, sft
 from liger_trainer.run import recipe
 
-PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "liger-trainer")
 RECIPES = (distill, sft)  # imported now, for every run
 STEPS, ROWS = 12, 40
 SETTINGS = {
@@ -58,15 +57,14 @@ KD = {
     "teacher_model_name_or_path": "teacher", "schedules": {"temperature": {"from": 4.0, "to": 1.0}},
     "load_best_model_at_end": True,
 }  # fmt: skip
+ON_POLICY = {"teacher_model_name_or_path": "teacher", "lmbda": 0.5, "max_completion_length": 6}
 KINDS: dict[str, tuple[str, dict[str, Any], int]] = {  # title, settings, processes
     "sft": ("fine-tuning", {}, 1),
     "lora": ("LoRA with dropout", LORA, 1),
     "kd": ("distillation with a schedule, best model at the end", KD, 1),
-    "on-policy": (
-        "on-policy distillation", {"teacher_model_name_or_path": "teacher", "lmbda": 0.5, "max_completion_length": 6}, 1
-    ),
+    "on-policy": ("on-policy distillation", ON_POLICY, 1),
     "ranks": ("fine-tuning on two processes", {"ddp_backend": "gloo", "per_device_train_batch_size": 2}, 2),
-}  # fmt: skip
+}
 
 
 class Run:
@@ -120,7 +118,7 @@ class Bench:
         for name, (_, settings, _) in KINDS.items():
             (folder / f"{name}.yaml").write_text(json.dumps({**SETTINGS, **settings}))  # JSON is YAML
 
-    def start(self, command: list[str], kind: str = "sft", before: Callable[[], None] = lambda: None) -> Run:
+    def start(self, command: list[str], kind: str, before: Callable[[], None] = lambda: None) -> Run:
         """Start `liger-trainer COMMAND` on the processes of a kind. Each calls `before` first."""
         ranks = KINDS[kind][2]
         self.log.unlink(missing_ok=True)
@@ -217,8 +215,7 @@ def outcome(out: Path) -> dict[str, Any]:
 def killed(bench: Bench, kind: str, moments: int, seed: int) -> dict[str, int]:
     """Return how often a kind of run was killed and resumed, and how often it then ended as it should."""
     rng, want = random.Random(f"{kind} {seed}"), bench.undisturbed(kind)
-    found = {"moments": 0, "kills": 0, "the same": 0}
-    out = bench.folder / f"killed-{kind}"
+    found, out = {"moments": 0, "kills": 0, "the same": 0}, bench.folder / f"killed-{kind}"
     while found["moments"] < moments:
         shutil.rmtree(out, ignore_errors=True)
         _kill(bench, kind, ["run", f"{kind}.yaml", f"output_dir={out}"], out, rng)
@@ -230,14 +227,10 @@ def killed(bench: Bench, kind: str, moments: int, seed: int) -> dict[str, int]:
         if not (out / METRICS).exists():
             bench.start(resume, kind).wait()
         same = outcome(out) == want.outcome
-        found = {
-            "moments": found["moments"] + 1,
-            "kills": found["kills"] + 1 + again,
-            "the same": found["the same"] + same,
-        }
-        print(
-            f"{kind}, moment {found['moments']}: {'as expected' if same else bench.log.read_text()[-3000:]}", flush=True
-        )
+        for count, more in (("moments", 1), ("kills", 1 + again), ("the same", same)):
+            found[count] += more
+        said = "as expected" if same else bench.log.read_text()[-3000:]
+        print(f"{kind}, moment {found['moments']}: {said}", flush=True)
     return found
 
 
@@ -259,19 +252,13 @@ def main() -> int:
     parser.add_argument("--moments", type=int, default=50, help="random moments at which each kind of run is killed")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of runs that are killed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
-    where, start = provenance(PACKAGES, cuda=False), time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="liger-trainer-kills-") as folder:
         bench = Bench(Path(folder))
         results = {kind: killed(bench, kind, options.moments, options.seed) for kind in options.kinds}
     heads = ("run", "kills", "ended with the same weights and numbers")
     rows = [[KINDS[k][0], str(r["kills"]), f"{r['the same']} of {r['moments']}"] for k, r in results.items()]
-    seconds = round(time.perf_counter() - start)
-    measured = f"{where['date']}, commit {where['commit']}, {seconds} s, {join_versions(where['packages'])}."
-    page = "\n".join(["# Killed at a random moment", "", *table(heads, rows), "", measured, ""])
-    write(options.output / "kills", {**where, "seconds": seconds, "results": results}, page)
-    print(page)
+    print("\n".join(table(heads, rows)))
     return int(any(result["the same"] < result["moments"] for result in results.values()))
 
 

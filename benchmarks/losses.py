@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from .suite import CaseResult, Result, Session, Suite, Timing, time_calls
 
 STEP = "step"  # the only pass: fused losses compute gradients in their forward, so the two are never timed apart
 TABLES = {False: "Fused linear cross-entropy", True: "Fused linear divergence"}
-ERROR_HEADS = {"loss": "loss error", "hidden": "dX error", "weight": "dW error"}
 
 
 @dataclass(frozen=True)
@@ -115,9 +113,6 @@ the error of plain torch in the inputs' dtype plus a floor. Ours must stay withi
         rounds = max((x.passes[STEP].times.count for x in outcome.results if x.passes), default=0)
         return ", ".join([*parts, f"grad_output {case.grad_output:g}."]) + (f" {rounds} rounds." if rounds else "")
 
-    def error_heads(self, outcome: CaseResult) -> dict[str, str]:
-        return ERROR_HEADS
-
     def time_cells(self, result: Result, outcome: CaseResult) -> list[str]:
         timing = result.passes[STEP]
         median = timing.times.median
@@ -128,34 +123,6 @@ the error of plain torch in the inputs' dtype plus a floor. Ours must stay withi
             f"{outcome.case.flops / median / 1e9:.3g}",
             f"{outcome.floors[STEP] / median:.0%}",
         ]
-
-    def case_data(self, outcome: CaseResult, timed: bool) -> dict[str, Any]:
-        return {
-            **asdict(outcome.case),
-            "dtype": str(outcome.case.dtype).removeprefix("torch."),
-            "flops": outcome.case.flops,
-            "gemm_floor_ms": outcome.floors[STEP] or None,
-            "not_run": outcome.not_run,
-            "error_bound": _with_all_names(outcome.bound),
-        }
-
-    def provider_data(self, result: Result, outcome: CaseResult, timed: bool) -> dict[str, Any]:
-        data = {"errors": _with_all_names(result.errors), "beyond_bound": result.beyond_bound}
-        if timed and result.passes:
-            timing = result.passes[STEP]
-            data |= {
-                "ms": asdict(timing.times),
-                "ratio_to_ours": timing.ratio and asdict(timing.ratio),
-                "tflops": outcome.case.flops / timing.times.median / 1e9,
-                "fraction_of_gemm_roofline": outcome.floors[STEP] / timing.times.median,
-                "memory_mib": result.memory and asdict(result.memory),
-            }
-        return data
-
-
-def _with_all_names(errors: dict[str, float]) -> dict[str, float | None] | None:
-    """A frozen head has no gradient."""
-    return {name: errors.get(name) for name in ERROR_HEADS} if errors else None
 
 
 def _summary(cases: Sequence[CaseResult], title: str) -> str:

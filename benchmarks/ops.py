@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -127,44 +126,6 @@ for the device."""
             if notes:
                 lines.append(f"- {result.provider.title} {'; '.join(notes)}.")
         return ["", *lines] if lines else []
-
-    def case_data(self, outcome: CaseResult, timed: bool) -> dict[str, Any]:
-        case = outcome.case
-        fields = ("tokens", "width", "heads", "transposed", "hidden_size", "document", "window", "sinks")
-        return {
-            "name": case.name,
-            "op": case.kind,
-            **{name: getattr(case, name) for name in fields},
-            "dtype": str(case.dtype).removeprefix("torch."),
-            "grad_output": case.grad_output,
-            "bytes": outcome.bytes,
-            "floor_us": outcome.floors if timed else {},
-            "not_run": outcome.not_run,
-            "error_bound": outcome.bound,
-        }
-
-    def provider_data(self, result: Result, outcome: CaseResult, timed: bool) -> dict[str, Any]:
-        data: dict[str, Any] = {
-            "errors": result.errors,
-            "beyond_bound": result.beyond_bound,
-            "writes_into": result.writes_into,
-            "waits_in": result.waits,
-        }
-        if timed and result.passes:
-            for name, timing in result.passes.items():
-                data[name] = {
-                    **_timing_data(timing),
-                    "gbs": outcome.bytes[name] / timing.times.median / 1e3,
-                    "fraction_of_limit": outcome.floors[name] / timing.times.median,
-                }
-            data["not_captured"] = result.not_captured
-            data["memory_mib"] = result.memory and asdict(result.memory)
-            data["host"] = result.host and _timing_data(result.host)
-        return data
-
-
-def _timing_data(timing: Timing) -> dict[str, Any]:
-    return {"method": timing.method, "us": asdict(timing.times), "ratio": timing.ratio and asdict(timing.ratio)}
 
 
 def time_passes(outcome: CaseResult, operands: Operands, session: Session) -> None:

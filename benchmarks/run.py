@@ -28,7 +28,7 @@ from .losses import LossSuite
 from .measure import Roofline, Stopwatch, settle_libraries
 from .ops import OpSuite
 from .report import matching
-from .suite import CaseResult, Provider, Session, Suite
+from .suite import CaseResult, Provider, Session, Suite, json_of
 
 SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (LossSuite, OpSuite)}
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results.append(outcome)
         violations += outcome.violations
         if args.output:  # after every case, so that a run that is cut off leaves its results
-            data = suite.data(header, results, violations)
+            data = json_of(header, results, violations)
             report.write(args.output / name, data, suite.markdown(header, results, violations))
     print(suite.markdown(header, results, violations))
     return 1 if violations else 0

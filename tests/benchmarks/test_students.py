@@ -55,7 +55,7 @@ def test_the_page_has_means_intervals_differences_and_failures():
         "on_policy": {"2": run_of(0.33), "1": run_of(0.26), "0": run_of(0.19)},
         "mixed": {"0": run_of(0.5, neighbours=3)},  # another share of the device
     }
-    conditions = {"train_seconds": 70.0, "teacher_seconds": 60.0}
+    conditions = {"train_seconds": 70.0, "train_steps": None, "teacher_seconds": 60.0, "base": "demo:small"}
     text = page({"conditions": conditions, "runs": runs, "before": {}, "failures": {"cache-1": "no luck"}})
     assert "| the teacher | 0.900 |" in text and "- cache-1: no luck" in text
     assert "| on-policy: reverse KL | 0.260 ± 0.174 |" in text
@@ -163,6 +163,6 @@ def test_students_train_side_by_side_and_a_second_call_goes_on(tmp_path, capfd):
     students.main([*words, "--ways", BASE, "on_policy", "--seconds", "20"])
     second = json.loads(file.read_text())
     assert second["runs"] == first["runs"] and len(second["calls"]) == 2
-    assert "seed 0: no time is left" in capfd.readouterr().err, "0.9 of 1 s, and of 45 s to measure, do not fit"
+    assert "trainings: no time is left" in capfd.readouterr().err, "0.9 of 1 s, and of 45 s to measure, do not fit"
     with pytest.raises(SystemExit, match="choose another --output"):
         students.main([*words, "--train-seconds", "5"])
