@@ -19,7 +19,7 @@ PLUGINS = {
     "alm": "cross_tokenizer.spans",
     "uld": "cross_tokenizer.teacher",
     "teacher_prompt": "privileged",
-    "vocab_parallel": "vocab_parallel.heads",
+    "vocab_parallel": "vocab_parallel",
     "from_trl": "from_trl",
     "schema": "schema_writer",
     "keep_layers": "students.drop_layers",
@@ -35,7 +35,6 @@ PLUGINS = {
     "lm_eval": "lm_harness",
     "model_card": "report.model_card",
     "report": "report.html",
-    "vocab_parallel_trainer": "vocab_parallel.trainer",
 }
 
 # Attributes that extras leave on modules. A trainer without the setting has to see what an earlier one has done.
@@ -46,7 +45,7 @@ KEEPS_ROWS = "_liger_keeps_rows_sharded"  # on an output head: whether its rows 
 # of the trainers' extras: setting, its values that ask for nothing, mark, name in PLUGINS. In the order in which they
 # take a trainer that is made: quantised weights come last, since nothing may copy them then.
 _OF_TRAINERS = (
-    ("vocab_parallel", (None, "never"), KEEPS_ROWS, "vocab_parallel_trainer"),
+    ("vocab_parallel", (None, "never"), KEEPS_ROWS, "vocab_parallel"),
     ("mtp_loss_weight", (None, 0), MTP, "mtp"),
     ("qat", (None,), QUANTISED, "qat"),
 )

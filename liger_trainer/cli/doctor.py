@@ -89,8 +89,17 @@ def selfcheck(
     quieten()
     import torch
 
-    from ..extras.selfcheck import default_dtypes, run_checks, runs_kernels
-    from ..extras.selfcheck_report import all_pass, device_of, facts_of, plain, print_checks, shown
+    from ..extras.selfcheck import (
+        all_pass,
+        default_dtypes,
+        device_of,
+        facts_of,
+        plain,
+        print_checks,
+        run_checks,
+        runs_kernels,
+        shown,
+    )  # fmt: skip
 
     place = device_of(device)
     dtypes = tuple(getattr(torch, name) for name in dtype) if dtype else default_dtypes(place)

@@ -25,8 +25,14 @@ from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
 from liger_trainer.errors import ConfigError
-from liger_trainer.extras.vocab_parallel.heads import ShardedHead, kept_sharded, mark_sharded, why_gathered
-from liger_trainer.extras.vocab_parallel.trainer import shard_head, why_whole_head
+from liger_trainer.extras.vocab_parallel import (
+    ShardedHead,
+    kept_sharded,
+    mark_sharded,
+    shard_head,
+    why_gathered,
+    why_whole_head,
+)
 from liger_trainer.kernels import _vocab_parallel
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.losses.deferring_head import deferred_logits

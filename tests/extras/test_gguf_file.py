@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from liger_trainer.errors import ConfigError
-from liger_trainer.extras.gguf_file import CONVERTER, find_converter, write_gguf
+from liger_trainer.extras.merge import CONVERTER, find_converter, write_gguf
 
 SCRIPT = """
 import argparse, json

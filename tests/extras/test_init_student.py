@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.extras.students.drop_layers import drop_layers
-from liger_trainer.extras.students.elimination import eliminate_layers
-from liger_trainer.extras.students.importance import Importance, measure_importance
+from liger_trainer.extras.students.importance import Importance, eliminate_layers, measure_importance
 from liger_trainer.extras.students.make import build_student
 from liger_trainer.extras.students.narrowing import layer_mlps, narrow_mlps
 from liger_trainer.run.data.datasets import load_run_datasets

@@ -9,7 +9,7 @@ import torch
 from commands import end_of
 
 from liger_trainer import kernels
-from liger_trainer.extras import selfcheck, selfcheck_report
+from liger_trainer.extras import selfcheck
 from liger_trainer.extras.selfcheck_cases import Check
 from liger_trainer.kernels.rms_norm import rms_norm
 
@@ -144,7 +144,7 @@ def test_the_table_shows_whole_numbers_in_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     compared = selfcheck.Comparison("d_weight", 2.44e-7, 8.81e-7, 0.0, 1.0, 1e-8, True)
     name = max((check.name for check in CHECKS), key=len)
-    monkeypatch.setattr(selfcheck_report, "_print_summary", lambda *args: None)
-    selfcheck_report.print_checks({}, [selfcheck.CheckResult(name, "bfloat16", (compared,) * 12)])
+    monkeypatch.setattr(selfcheck, "_print_summary", lambda *args: None)
+    selfcheck.print_checks({}, [selfcheck.CheckResult(name, "bfloat16", (compared,) * 12)])
     table = capsys.readouterr().out.partition("\n\n")[0]
     assert all(word in table for word in ("bfloat16", "d_weight", "2.4e-07", "8.8e-07", "ok")) and "…" not in table

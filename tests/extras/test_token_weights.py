@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_trainer.extras.cross_tokenizer.uld import UldAnswer
+from liger_trainer.extras.cross_tokenizer.teacher import UldAnswer
 from liger_trainer.losses.answers import DenseAnswer, cross_entropy_loss
 from liger_trainer.losses.sparse_answer import SparseAnswer, TokenTargets
 from liger_trainer.losses.spec import BatchTargets, Distillation, LossOptions, TokenWeights

@@ -31,8 +31,7 @@ from ...run.results import check_writable
 from ...trainers.distill_trainer import LigerDistillTrainer
 from ...trainers.row_preparation import Preparation
 from .drop_layers import drop_layers, kept_indices
-from .elimination import LeftOut, eliminate_layers
-from .importance import Importance, measure_importance
+from .importance import Importance, LeftOut, eliminate_layers, measure_importance
 from .narrowing import layer_mlps, narrow_mlps
 
 if TYPE_CHECKING:
