@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,6 +90,16 @@ def signals_end_a_process() -> None:
     """nohup and shells that start the tests in the background have two signals ignored, which runs respect."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory) -> Iterator[None]:
+    """What tests, libraries and their processes make by tempfile lies in pytest's own folder, which ends with it."""
+    folder = str(tmp_path_factory.mktemp("tempfile"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", folder)
+        patch.setenv("TMPDIR", folder)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

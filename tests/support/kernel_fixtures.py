@@ -15,6 +15,7 @@ pytest.register_assert_rewrite("kernel_checks")
 from kernel_checks import PATHS, TRITON_DEVICE, Place, set_path  # noqa: E402 (found through the path above)
 from small_blocks import home  # noqa: E402
 
+LOCKS = tempfile.gettempdir()  # of all processes, before each has its own
 TABLES = ("divergence", "loss", "name")  # parameters that hold or name the op that a case is of, as `case` does
 
 
@@ -193,7 +194,7 @@ def memory_for_others(request) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         if group is not None and torch.cuda.is_available():
             name = f"liger-trainer-tests-{os.getuid()}-{group.args[0]}"
-            fcntl.flock(held.enter_context(open(os.path.join(tempfile.gettempdir(), name), "w")), fcntl.LOCK_EX)
+            fcntl.flock(held.enter_context(open(os.path.join(LOCKS, name), "w")), fcntl.LOCK_EX)
         yield
         if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
             torch.cuda.empty_cache()

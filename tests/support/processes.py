@@ -109,6 +109,7 @@ def _run(rank: int, folder: str, environment: dict[str, str], command: list[str]
     gc.freeze()  # each training collects garbage, see frozen_heap of conftest.py
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    tempfile.tempdir = None  # as the environment says
     os.chdir(folder)
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
