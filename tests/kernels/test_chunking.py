@@ -1,6 +1,5 @@
 """How much of a batch is in memory at a time, and which of its rows take part in a loss."""
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ from kernel_checks import PATHS, TRITON_DEVICE
 
 from liger_trainer.kernels import _linear_head
 from liger_trainer.kernels._autograd import NeededGradients
-from liger_trainer.kernels._linear_head import HostCopy, RowSelection, addmm_into, gather_rows, project, scatter_rows
+from liger_trainer.kernels._linear_head import HostCopy, RowSelection, gather_rows, scatter_rows
 from liger_trainer.kernels._linear_loss import (
     LAST_TILE,
     ROUNDINGS,
@@ -23,31 +22,25 @@ from liger_trainer.kernels._linear_loss import (
 )
 from liger_trainer.kernels._triton import use_triton
 
-
-@pytest.mark.parametrize(
-    ("vocab", "bytes_per_logit", "rows"),
-    [
+PLANS = [  # rows, vocabulary, bytes of a logit: rows of a chunk
+    # 512 MiB, and up to 1 GiB for as many rows of a large vocabulary
+    *((8192, vocab, width, Execution(), rows) for vocab, width, rows in (
         (16000, 2, 8192), (32000, 2, 4096), (128256, 2, 2048), (151936, 2, 2048), (262144, 2, 2048), (262144, 4, 1024),
-        (524288, 2, 1024),
-    ],
-)  # fmt: skip
-def test_default_workspace(vocab, bytes_per_logit, rows):
-    """512 MiB, and up to 1 GiB for as many rows of a large vocabulary."""
-    assert row_plan(8192, vocab, bytes_per_logit, Execution()).rows == rows
+        (524288, 2, 1024))),
+    # half as many of a frozen weight, whose gradient is not read and written for each of them
+    *((8192, vocab, width, Execution(frozen=True), rows) for vocab, width, rows in (
+        (32000, 2, 4096), (128256, 2, 1024), (128256, 4, 1024), (524288, 2, 1024))),
+    # a small batch is cut in two where its logits take more than half of the workspace
+    *((count, 128256, 2, Execution(), rows) for count, rows in ((1000, 1024), (1100, 768), (2048, 1024))),
+    # a workspace that is given is filled
+    (8192, 128256, 2, Execution(workspace_mb=512, frozen=True), 2048),
+    (2048, 128256, 2, Execution(workspace_mb=512), 2048),
+]  # fmt: skip
 
 
-def test_a_frozen_weight_has_chunks_of_half_as_many_rows():
-    """Its gradient is not there to be read and written for each of them. A workspace that is given is filled."""
-    for vocab, bytes_per_logit, rows in ((32000, 2, 4096), (128256, 2, 1024), (128256, 4, 1024), (524288, 2, 1024)):
-        assert row_plan(8192, vocab, bytes_per_logit, Execution(frozen=True)).rows == rows
-    assert row_plan(8192, 128256, 2, Execution(workspace_mb=512, frozen=True)).rows == 2048
-
-
-def test_a_small_batch_is_cut_in_two():
-    """Where its logits take more than half of the workspace; a workspace that is given is filled."""
-    rows = {count: row_plan(count, 128256, 2, Execution()).rows for count in (1000, 1100, 2048)}
-    assert rows == {1000: 1024, 1100: 768, 2048: 1024}
-    assert row_plan(2048, 128256, 2, Execution(workspace_mb=512)).rows == 2048
+@pytest.mark.parametrize("count, vocab, bytes_per_logit, how, rows", PLANS, ids=str)
+def test_rows_of_a_chunk(count, vocab, bytes_per_logit, how, rows):
+    assert row_plan(count, vocab, bytes_per_logit, how).rows == rows
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 127, 128, 129, 1000, 4096, 5000])
@@ -167,32 +160,6 @@ def test_a_copy_is_waited_for_on_its_own_device(monkeypatch):
     value.detach = lambda: value
     HostCopy(value)
     assert recorded == ["stream of cuda:1"]
-
-
-@pytest.mark.parametrize("dtypes", itertools.product([torch.float64, torch.float32, torch.bfloat16], repeat=2), ids=str)
-@pytest.mark.parametrize("beta, alpha", [(0, 1.0), (0, 0.25), (1, 0.25)])
-def test_addmm_into(dtypes, beta, alpha):
-    dtype, out_dtype = dtypes
-    a, b = torch.randn(5, 7, dtype=dtype), torch.randn(7, 3, dtype=dtype)
-    before = torch.randn(5, 3).to(out_dtype) if beta else torch.full((5, 3), float("nan"), dtype=out_dtype)
-    out = before.clone()
-    addmm_into(out, a, b, beta=beta, alpha=alpha)
-    expected = alpha * (a.double() @ b.double()) + (before.double() if beta else 0)
-    eps = torch.finfo(out_dtype).eps  # a wider out is as exact as products in its own dtype
-    if out_dtype != torch.promote_types(dtype, out_dtype):
-        eps = max(eps, torch.finfo(dtype).eps)
-    torch.testing.assert_close(out.double(), expected, rtol=4 * eps, atol=8 * eps)
-
-
-@pytest.mark.parametrize(
-    "dtype, out_dtype", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
-)
-def test_project(dtype, out_dtype):
-    x, w = (torch.randn(n, 7, dtype=getattr(torch, dtype)) for n in (5, 11))
-    out = torch.empty(5, 16, dtype=getattr(torch, out_dtype))[:, :11]
-    project(x, w, out)
-    eps = torch.finfo(out.dtype).eps  # fp32 out of bf16 inputs is as exact as fp32
-    torch.testing.assert_close(out.double(), x.double() @ w.double().t(), rtol=4 * eps, atol=8 * eps)
 
 
 def test_path_of_a_tensor():

@@ -130,8 +130,8 @@ def calls(path: str) -> list[tuple[str, dict, dict, Any, dict]]:
     return found
 
 
-def wrong(path: str, number: int, monkeypatch, spoil: Callable = lambda op: op) -> list[str]:
-    """The outputs and gradients of a call that are off, of `spoil(op)`."""
+def wrong(path: str, number: int, monkeypatch) -> list[str]:
+    """The outputs and gradients of a call that are off."""
     device = set_path(monkeypatch, path, block=8)
     for name, value in {"LANES": 2, "TILE_ROWS": 4, "CHUNK_ROWS": (2,), "RESCALED": 4096}.items():
         module = {"LANES": "_divergence_kernels", "RESCALED": "_autograd"}.get(name, "_linear_loss")
@@ -141,7 +141,7 @@ def wrong(path: str, number: int, monkeypatch, spoil: Callable = lambda op: op) 
     truth = evaluate(with_adapters(OPS[op][1]), double(tensors), upstream, leaves=leaves, **options)
     tensors = {name: x.to(device) for name, x in tensors.items()}
     run = over_columns(OPS[op][0]) if ours.get("inplace") else OPS[op][0]
-    got = evaluate(with_adapters(spoil(run)), tensors, upstream, leaves=leaves, **options, **ours)
+    got = evaluate(with_adapters(run), tensors, upstream, leaves=leaves, **options, **ours)
     rounded = torch.float16 in [x.dtype for x in tensors.values()] and "logits_dtype" not in ours
     failed = []
     for name, x in truth.items():
@@ -160,14 +160,3 @@ CALLS = [(path, number) for path in PATHS for number in range(len(calls(path)))]
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_small_calls(call, monkeypatch):
     assert not wrong(*call, monkeypatch)
-
-
-@pytest.mark.parametrize("call", CALLS[::9], ids=str)
-def test_one_percent_shows(call, monkeypatch):
-    """In the loss, and in gradients."""
-    failed = wrong(*call, monkeypatch, lambda op: lambda **k: spoiled(op(**k)))
-    assert {name.split()[0] for name in failed} >= {"loss"} and any(x[:2] == "d_" for x in failed)
-
-
-def spoiled(result: Any) -> Any:
-    return result._replace(loss=result.loss * 1.01)

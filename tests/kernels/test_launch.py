@@ -6,20 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_checks import PATHS
+from fused_losses import EVERY
+from kernel_checks import PATHS, Place, assert_same, evaluate
+from op_table import CASES
 
 from liger_trainer.kernels import _gated, _triton
 from liger_trainer.kernels._triton import Launch
-from liger_trainer.kernels.cross_entropy import cross_entropy
-from liger_trainer.kernels.kl_div import kl_div
-from liger_trainer.kernels.layer_norm import layer_norm
-from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.linear_divergence import linear_divergence
-from liger_trainer.kernels.linear_log_probs import linear_log_probs
-from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence
-from liger_trainer.kernels.qk_norm_rope import qk_norm_rope
-from liger_trainer.kernels.rms_norm import rms_norm
-from liger_trainer.kernels.rope import rope
 from liger_trainer.kernels.swiglu import swiglu
 
 
@@ -199,61 +191,8 @@ def test_the_installed_triton_is_known():
     assert names in _triton.LAUNCHERS
 
 
-NAMES = (
-    "swiglu", "rms_norm", "layer_norm", "rope", "qk_norm_rope", "kl_div", "cross_entropy", "linear_cross_entropy",
-    "linear_divergence", "linear_sparse_divergence", "linear_log_probs",
-)  # fmt: skip
-
-
-def random(*shape: int, device: str = "cuda") -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
-
-
-def gradients(op, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    outputs = op(*leaves)
-    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-    return [*outputs, *torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])]
-
-
-def cases(device: str = "cuda") -> dict:
-    """Ops, each with its tensors: one way through every file that keeps launches."""
-    heads, weight = random(2, 64, 4, 64, device=device), random(64, device=device)
-    angles = random(1, 64, 64, device=device).cos(), random(1, 64, 64, device=device).sin()
-    rows, width = random(512, 1024, device=device), random(1024, device=device)
-    labels = torch.arange(512, device=device)
-    some = labels.where(labels % 3 > 0, -100)  # so that the labelled rows are selected
-    words = random(600, 1024, device=device)
-    ids, log_probs = labels[:, None] + labels[:4], rows[:, :4].float().log_softmax(-1)
-    return {
-        "swiglu": (swiglu, rows, rows + 1),
-        "rms_norm": (rms_norm, rows, width),
-        "layer_norm": (layer_norm, random(5000, 1024, device=device), width, width),
-        "rope": (lambda q, k: rope(q, k, *angles), heads.transpose(1, 2), heads.transpose(1, 2)),
-        "qk_norm_rope": (lambda q, k, w: qk_norm_rope(q, k, w, w, *angles), heads, heads, weight),
-        "kl_div": (lambda x: kl_div(x, rows, from_logits=True), rows * 2),
-        "cross_entropy": (lambda x: cross_entropy(x, labels).loss, rows),
-        "linear_cross_entropy": (lambda x, w: linear_cross_entropy(x, w, some, num_items=1).loss, rows / 32, words),
-        "linear_log_probs": (lambda x, w: linear_log_probs(x, w, some)[:2], rows / 32, words),
-        "linear_divergence": (
-            lambda x, w: linear_divergence(x, w, rows / 32, words, labels=some, num_items=1).loss, rows / 16, words,
-        ),
-        "linear_sparse_divergence": (
-            lambda x, w: linear_sparse_divergence(x, w, ids, log_probs, labels=some, num_items=1).loss,
-            rows / 32, words,
-        ),
-    }  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
-def test_the_second_launch_equals_the_first_on_gpu(name):
-    op, *tensors = cases()[name]
-    first = gradients(op, *tensors)
-    held = [x.clone() for x in first]
-    for _ in range(3):
-        torch.testing.assert_close(gradients(op, *tensors), held, rtol=0, atol=0)
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to("cuda", torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -272,29 +211,38 @@ def test_addresses_that_16_does_not_divide_on_gpu():
         torch.testing.assert_close(swiglu(gate, up), F.silu(gate) * up, rtol=2e-2, atol=1e-2)
 
 
+def results(name: str, device: str) -> dict[str, torch.Tensor]:
+    """Outputs and gradients of an op of the layers or of a fused loss."""
+    if name in EVERY:
+        loss = EVERY[name]
+        return evaluate(loss.op, loss.inputs(40, 24, 301, device=device, ignored=0.3), loss.upstream(40))
+    case = CASES[name]
+    tensors = case.inputs(Place("triton", device, torch.float32))
+    return evaluate(case.function, tensors, None, leaves=case.leaves_of(tensors), **case.options)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*EVERY, *(name for name, case in CASES.items() if name == case.op)])
 def test_on_a_gpu_that_is_not_current_on_gpu(name):
-    op, *tensors = cases("cuda:0")[name]
-    expected = gradients(op, *tensors)
-    op, *tensors = cases("cuda:1")[name]
+    expected = results(name, "cuda:0")
     for _ in range(2):
-        got = gradients(op, *tensors)
-        assert {x.device.index for x in got} == {1} and torch.cuda.current_device() == 0
-        torch.testing.assert_close([x.cpu() for x in got], [x.cpu() for x in expected], rtol=1e-2, atol=1e-2)
+        got = results(name, "cuda:1")
+        assert {x.device.index for x in got.values()} == {1} and torch.cuda.current_device() == 0
+        assert_same(
+            {k: x.cpu() for k, x in got.items()}, {k: x.cpu() for k, x in expected.items()}, rtol=1e-2, atol=1e-2
+        )
 
 
 @pytest.mark.gpu
 def test_on_another_stream_on_gpu():
-    op, *tensors = cases()["rms_norm"]
-    expected = gradients(op, *tensors)
+    expected = results("rms_norm", "cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        got = gradients(op, *tensors)
+        got = results("rms_norm", "cuda")
     torch.cuda.current_stream().wait_stream(stream)
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert_same(got, expected)
 
 
 def test_these_tests_run_the_kernels():

@@ -33,14 +33,6 @@ def test_dft_reference_is_the_published_loss():
     torch.testing.assert_close(linear_cross_entropy_reference(**tensors, dft=True).loss, expected)
 
 
-@pytest.mark.parametrize("labels, expected", [([0, 1], 0.0), ([1, 0], 2e4)])
-def test_exact_limits_of_extreme_logits(place, labels, expected):
-    hidden = torch.tensor([[1.0], [-1.0]], dtype=place.dtype, device=place.device)
-    weight = torch.tensor([[1e4], [-1e4], [0.0]], dtype=place.dtype, device=place.device)
-    got = linear_cross_entropy(hidden, weight, torch.tensor(labels, device=place.device))
-    assert got.loss.item() == pytest.approx(expected, rel=1e-2)
-
-
 def test_logits_far_from_zero(fp32, monkeypatch):
     """What log-sum-exp is rounded by is common to a row, and must not add up in the gradient of hidden."""
     monkeypatch.setattr(home("_cross_entropy_rows", "BLOCK"), "BLOCK", 128)
@@ -54,7 +46,7 @@ def test_logits_far_from_zero(fp32, monkeypatch):
     assert errors[0] < 2 * errors[1]
 
 
-@pytest.mark.parametrize("n, v", [(6, 61), (20, 83), (7, 3)])
+@pytest.mark.parametrize("n, v", [(20, 83), (7, 3)])
 @pytest.mark.parametrize("ignored", [0.0, 0.4])
 @pytest.mark.parametrize("options", [{"reduction": "none"}, ALL], ids=["each token", "all"])
 def test_recomputed_logits_lie_in_the_gradient_of_the_weight(place, tiled, monkeypatch, n, v, ignored, options):
@@ -91,16 +83,6 @@ def test_sums_of_hidden_gradients_are_rounded_in_place(monkeypatch, n, dtype):
     got, want = (evaluate(linear_cross_entropy, inputs, recompute=recompute) for recompute in (True, False))
     tolerance = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(got["d_hidden"], want["d_hidden"], rtol=tolerance, atol=tolerance / n)
-
-
-@pytest.mark.parametrize("hidden, weight", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
-def test_recomputed_logits_of_a_weight_in_another_dtype(monkeypatch, hidden, weight):
-    set_path(monkeypatch, "torch")
-    inputs = random_inputs(7, 7, 101)
-    inputs |= {"hidden": inputs["hidden"].to(hidden), "weight": inputs["weight"].to(weight)}
-    got = evaluate(linear_cross_entropy, inputs, recompute=True)
-    for name, x in evaluate(linear_cross_entropy, inputs).items():
-        torch.testing.assert_close(got[name], x, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.gpu

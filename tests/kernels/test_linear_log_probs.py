@@ -6,7 +6,6 @@ from fused_losses import EVERY
 from kernel_checks import LEAVES, check, double, evaluate, random_inputs
 
 from liger_trainer.kernels import linear_log_probs as file
-from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_log_probs import linear_log_probs
 from liger_trainer.kernels.types import RowSelection
 
@@ -59,14 +58,3 @@ def test_small_upstream_gradients_in_fp16(fp32):
     truth = evaluate(WITH_ENTROPY.reference, double(tensors), upstream, ("hidden",))["d_weight"]
     torch.testing.assert_close(got.double(), truth, rtol=0.02, atol=1.2e-7)
     assert got.any()
-
-
-@pytest.mark.parametrize("frozen", [(), ("weight",)], ids=["trained", "frozen head"])
-def test_values_and_gradients_agree_with_cross_entropy(fp32, frozen):
-    tensors, upstream = random_inputs(9, 6, 21, device=fp32.device, ignored=0.3), torch.linspace(-1, 2, 9)
-    got = evaluate(ALONE.op, tensors, upstream, frozen, temperature=1.3)
-    want = evaluate(linear_cross_entropy, tensors, upstream, frozen, temperature=1.3, recompute=True, reduction="none")
-    for name in ("log_prob", "entropy", "is_top1"):
-        torch.testing.assert_close(got[name], want[name])
-    for name in (name for name in want if name[:2] == "d_"):
-        torch.testing.assert_close(got[name], -want[name], rtol=1e-4, atol=1e-5)

@@ -117,22 +117,6 @@ def test_masks_are_independent_of_each_other(p):
         assert (first * other).mean().abs() < 4.5 / first.numel() ** 0.5
 
 
-@pytest.mark.parametrize("p", [0.05, 0.5])
-def test_the_effective_mask(fp32, p):
-    """Read through an identity: elements are 0 or divided by 1 - p, the same in forward and backward."""
-    width = 40
-    eye, zero = torch.eye(width, device=fp32.device), torch.zeros(width, width, device=fp32.device)
-    x = (normal(300, width, spread=2.0, like=fp32).abs() + 0.1).requires_grad_()
-    y = lora_linear(x, zero, None, [Adapter(eye, eye, 1.0, p)])
-    ratio = y / x
-    scale = 1 / (1 - round(p * LEVELS) / LEVELS)
-    assert scale == pytest.approx(1 / (1 - p), rel=2e-5)
-    torch.testing.assert_close(ratio, (ratio > 0) * scale)
-    assert (ratio == 0).float().mean().item() == pytest.approx(p, abs=4 * (p * (1 - p) / x.numel()) ** 0.5)
-    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    torch.testing.assert_close(dx, ratio.detach())
-
-
 @pytest.mark.parametrize("packing", ["one", "three", "several ranks", "several rates", "high rank", "some do not"])
 def test_lora_linear(place, same_seed, packing):
     """Every output and gradient under the masks of `kept`, which plain torch makes."""

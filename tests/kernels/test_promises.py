@@ -34,7 +34,8 @@ BASE = {name: case for name, case in CASES.items() if name == case.op}  # one fo
 WAYS = {name: case for name, case in CASES.items() if not case.op.startswith(("kl_div", "jsd", "tvd"))}
 WAYS |= {name: CASES[name] for name in ("jsd", "jsd, none", "jsd, logits", "jsd, logits, none")}
 MANY = {name: case for name, case in WAYS.items() if case.form in ("", "packed", "gate first", "logits", "none",
-        "logits, none", "no weight", "OLMo2", "bias", "two adapters", "several ranks", "remade")}  # fmt: skip
+        "logits, none", "inplace", "inplace, none", "no weight", "OLMo2", "bias", "two adapters", "several ranks",
+        "remade")}  # fmt: skip
 LEADING = {name: case for name, case in MANY.items() if case.leading}
 
 
@@ -52,6 +53,11 @@ def run(case: Case, tensors: dict[str, Any], leaves=None, op: Callable | None = 
     return evaluate(op or case.function, tensors, None, leaves=leaves, **case.options)
 
 
+def trained(case: Case, tensors: dict[str, Any]) -> list[Tensor]:
+    """The outputs with a gradient."""
+    return [y for y in fields(case.function(**tensors, **case.options)).values() if y.requires_grad]
+
+
 def require_gradients(case: Case, tensors: dict[str, Any]) -> list[Tensor]:
     return [tensors[name].requires_grad_() for name in case.leaves_of(tensors)]
 
@@ -61,7 +67,7 @@ def test_outputs_and_gradients_are_within_the_bound(place, case):
     got = check_case(case, case.inputs(place))
     keep = case.inputs(place).get("labels")
     if keep is not None:
-        assert not any(got[f"d_{name}"][keep == -100].any() for name in ("input", "target"))
+        assert not any(x[keep == -100].any() for name, x in got.items() if x.dim() and name != "loss")
 
 
 @of(BASE)
@@ -81,7 +87,7 @@ def test_the_bound_sees_an_error_of_one_percent(case):
         evaluate(case.reference, x, None, leaves=case.leaves_of(x), rounded=torch.float32, **case.options)
         for x in (tensors, double(tensors))
     )
-    for name in got:
+    for name in (name for name, x in got.items() if x.dtype != torch.bool):
         with pytest.raises(AssertionError, match=f"{name}: "):
             compare(got | {name: got[name] * 1.01}, plain, truth, tensors, torch.float32)
 
@@ -92,7 +98,7 @@ def test_each_gradient_by_itself(fp32, case):
     tensors = case.inputs(fp32)
     every = run(case, tensors)
     for name in case.leaves_of(tensors):
-        got = check_case(case, tensors, [name])
+        got = run(case, tensors, [name])
         assert {k for k in got if k[:2] == "d_"} == {f"d_{name}"}
         torch.testing.assert_close(got[f"d_{name}"], every[f"d_{name}"], rtol=1e-5, atol=1e-5)
 
@@ -183,7 +189,7 @@ def test_any_strides(fp32, case, layout):
 def test_gradients_of_any_strides(fp32, case, layout):
     tensors = case.inputs(fp32)
     leaves = require_gradients(case, tensors)
-    outputs = list(fields(case.function(**tensors, **case.options)).values())
+    outputs = trained(case, tensors)
     if not outputs[0].dim():
         pytest.skip("a number")
     if layout == "expanded":
@@ -204,7 +210,7 @@ def test_a_graph_runs_again_with_the_same_bits(fp32, case):
     leaves = require_gradients(case, tensors)
     results = []
     for _ in range(2):
-        outputs = list(fields(case.function(**tensors, **case.options)).values())
+        outputs = trained(case, tensors)
         ups = [torch.linspace(-1, 2, y.numel()).to(y).view_as(y) for y in outputs]
         results += [torch.autograd.grad(outputs, leaves, ups, retain_graph=keep) for keep in (True, False)]
     for other in results[1:]:
@@ -215,7 +221,7 @@ def test_a_graph_runs_again_with_the_same_bits(fp32, case):
 def test_second_derivatives_are_refused_where_they_would_be_wrong(fp32, case):
     tensors = case.inputs(fp32)
     leaf, *_ = require_gradients(case, tensors)
-    loss = sum(y.square().sum() for y in fields(case.function(**tensors, **case.options)).values())
+    loss = sum(y.square().sum() for y in trained(case, tensors))
     if fp32.path == "torch" and torch.autograd.grad(loss, leaf, retain_graph=True)[0].grad_fn is None:
         try:
             torch.autograd.grad(loss, leaf, create_graph=True)[0].sum().backward()
@@ -238,11 +244,14 @@ def test_every_backward_refuses_them():
     assert not [name for name, decorators in functions.items() if "first_order" not in decorators]
 
 
-@of({name: case for name, case in MANY.items() if case.form not in ("none", "no weight") and "experts" not in case.op})
-def test_compiles_into_one_graph(fp32, case):
+TRACED = ("cross_entropy, inplace", "gated_mlp, packed", "lora_linear, two adapters", "lora_mlp, remade")
+
+
+@of({name: case for name, case in CASES.items() if name in (*BASE, *TRACED) and "experts" not in case.op})
+def test_compiles_into_one_graph(triton_fp32, case):
     torch.compiler.reset()
     compiled = torch.compile(functools.partial(case.function, **case.options), fullgraph=True, backend="aot_eager")
-    tensors = case.inputs(fp32)
+    tensors = case.inputs(triton_fp32)
     got = evaluate(compiled, tensors, None, leaves=case.leaves_of(tensors))
     assert_same(got, run(case, tensors), rtol=1e-5, atol=1e-5)
 
@@ -255,7 +264,7 @@ AUTOCAST = ("gated_linear", "gated_mlp", "activation_linear", "linears", "lora_l
 def test_a_backward_within_autocast_has_the_gradients_of_one_outside(triton_fp32, case):
     tensors = case.inputs(triton_fp32)
     leaves = require_gradients(case, tensors)
-    values = [sum(y.square().sum() for y in fields(case.function(**tensors, **case.options)).values()) for _ in "12"]
+    values = [sum(y.square().sum() for y in trained(case, tensors)) for _ in "12"]
     expected = torch.autograd.grad(values[0], leaves)
     with torch.autocast(triton_fp32.device, torch.bfloat16):
         got = torch.autograd.grad(values[1], leaves)
@@ -313,7 +322,7 @@ def test_adapters_wider_than_the_base(case, dtype):
 KEPT: dict[str, list[tuple[int, ...]]] = {
     "rms_norm": [(7,)], "add_rms_norm": [(7, 24), (7,)], "layer_norm": [(14,)], "gated_rms_norm": [(7,)],
     "gated_rms_norm, gate first": [(21,)], "rope": [], "qk_norm_rope": [(60,)], "qk_norm_rope, OLMo2": [(20,)],
-    "document_attention": [(70, 4, 16), (4, 70), (2, 70)], "causal_conv, silu": [(2, 23)],
+    "document_attention": [(70, 2, 16), (2, 70), (2, 70)], "causal_conv, silu": [(2, 23)],
     "swiglu": [], "swiglu, packed": [], "geglu": [],
     "relu2": [(7, 24)], "clamped_swiglu": [], "clamped_swiglu, interleaved": [], "gated_linear": [],
     "gated_linear, silu, packed": [], "gated_mlp": [], "gated_mlp, packed": [], "activation_linear": [], "linears": [],
@@ -333,9 +342,9 @@ def test_keeps_its_inputs_and_no_more(triton_fp32, name):
     require_gradients(case, tensors)
     given = {x.data_ptr() for x in tensors.values() if isinstance(x, Tensor)}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
-        outputs = fields(case.function(**tensors, **case.options))
+        outputs = trained(case, tensors)
     assert [tuple(x.shape) for x in saved if x.data_ptr() not in given] == KEPT[name]
-    for y in outputs.values():  # nothing besides what autograd counts
+    for y in outputs:  # nothing besides what autograd counts
         assert not [x for x in vars(y.grad_fn).values() if isinstance(x, Tensor)] or case.op in ("jsd", "lora_experts")
 
 
@@ -366,7 +375,7 @@ def test_a_weights_gradient_is_written_to_its_place(triton_fp32, name):
     for key, weight in weights.items():
         places[key] = torch.full_like(weight, torch.nan, requires_grad=False)
         place_gradient(weight, places[key])
-    outputs, again = (list(fields(case.function(**tensors, **case.options)).values()) for _ in range(2))
+    outputs, again = trained(case, tensors), trained(case, tensors)
     gradients = torch.autograd.grad(outputs, list(weights.values()), [torch.ones_like(y) for y in outputs])
     plain = torch.autograd.grad(again, list(weights.values()), [torch.ones_like(y) for y in again])
     for (key, place), gradient, want in zip(places.items(), gradients, plain, strict=True):

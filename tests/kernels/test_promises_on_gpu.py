@@ -25,19 +25,21 @@ SIZES = {
     {"rows": 1001, "hidden": 1200}], "rope": HEADS, "qk_norm_rope": HEADS, "swiglu": GATED, "geglu": GATED,
     "relu2": GATED, "clamped_swiglu": GATED, "gated_linear": GATED, "activation_linear": GATED, "gated_mlp": GATED[:1],
     "linears": GATED[:1], "lora_linear": LORA, "lora_linears": LORA, "lora_mlp": LORA, "kl_div": GIVEN, "jsd": GIVEN,
-    "tvd": GIVEN,
+    "tvd": GIVEN, "cross_entropy": GIVEN,
     "lora_experts": [  # grouped; few rows for many experts; odd ranks, which are filled up; odd sizes, one by one
         {"rows": 300, "experts": 16, "hidden": 256, "inner": 384, "rank": 16},
         {"rows": 5, "experts": 64, "hidden": 128, "inner": 64, "rank": 8},
         {"rows": 70, "hidden": 128, "inner": 64}, {"rows": 70, "hidden": 100, "inner": 60, "rank": 4},
         {"rows": 512, "experts": 16, "hidden": 256, "inner": 128, "rank": 16},
     ],
-    "document_attention": [{"rows": 1999, "heads": 8, "width": width} for width in (64, 96, 128, 256, 320, 512)],
+    "document_attention": [
+        {"rows": 1999, "heads": 8, "keys": 2, "width": width} for width in (64, 96, 128, 256, 320, 512)
+    ],
     "causal_conv": [{"rows": 1999, "hidden": hidden} for hidden in (100, 6144)],
 }  # fmt: skip
 OWN_SIZES = ("one column", "whole tiles", "whole blocks", "one pair", "no power of two", "OLMo2, no power of two",
              "more heads than a tile", "no token", "Phi", "interleaved Phi", "groups of a column", "odd sizes",
-             "one expert", "two rows")  # fmt: skip
+             "one expert", "two rows", "two columns", "one block", "many blocks", "inplace, no token")  # fmt: skip
 FORMS = {name: case for name, case in CASES.items() if case.form not in OWN_SIZES}
 
 

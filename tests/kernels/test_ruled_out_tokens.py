@@ -13,8 +13,8 @@ from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_diverge
 V, OUT = 37, [0, 11, 12, 36]  # the vocabulary, and what is ruled out of it
 LEFT = [token for token in range(V) if token not in OUT]
 OPTIONS = [
-    {}, {"temperature": 2.0}, {"scale": 1.5, "teacher_scale": 0.5}, {"teacher_share": 0.4},
-    {"ce_weight": 0.5, "z_loss": 0.1},
+    {}, {"temperature": 2.0, "scale": 1.5, "teacher_scale": 0.5},
+    {"teacher_share": 0.4, "ce_weight": 0.5, "z_loss": 0.1},
 ]  # fmt: skip
 CASES = [
     *(("divergence", {"kind": kind, **options}) for kind in KINDS for options in OPTIONS),

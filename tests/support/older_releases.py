@@ -16,7 +16,8 @@ NEEDS = {
     "patching/test_attention.py::test_loss_and_gradients[deepseek_v4": ("transformers", "5.7", "no such family"),
     "patching/test_attention.py::test_loss_and_gradients[qwen3_next": ("transformers", "5.16", "its cache fails"),
     "trainers/test_training_rows.py::test_the_sampler_of_several": ("transformers", "5.16", "no such sampler"),
-    "patching/test_packed_attention.py::test_gemma4_reads": ("transformers", "5.17", "other layers of Gemma 4"),
+    "patching/test_packed_attention.py::test_loss_and_gradients_are_those_of_documents_one_by_one[gemma4": (
+        "transformers", "5.17", "other layers of Gemma 4"),
     "patching/test_packed_attention.py::test_gemma4_gets": ("transformers", "5.23", "no such method"),
     "trainers/test_distill_trainer.py::test_a_teacher_by_its_directory": (
         "transformers", "5.22", "a model that is read differs in its last digits"),

@@ -27,7 +27,18 @@ _CHECKS = {check.name: check for check in all_checks()}
 _CALLED = {
     "gated_mlp": shared.with_list, "linears": shared.with_list, "lora_linear": shared.with_layer,
     "lora_linears": shared.with_layers, "lora_mlp": shared.with_mlp, "lora_experts": shared.with_experts,
+    "cross_entropy": lambda op: over_a_copy(op),
 }  # fmt: skip
+
+
+def over_a_copy(op: Callable) -> Callable:
+    """cross_entropy, in place over a copy of the logits, which a leaf does not give away."""
+
+    def run(logits: Tensor, labels: Tensor, weight: Tensor | None = None, inplace: bool = False, **options: Any) -> Any:
+        how = {"inplace": True} if inplace else {}
+        return op(logits * 1 if inplace else logits, labels, weight=weight, **how, **options)
+
+    return run
 
 
 def op_named(name: str) -> tuple[Callable, Callable]:
@@ -201,6 +212,17 @@ def some_ignored(tensors: Tensors, draw: Draw) -> Tensors:
     return tensors | {"labels": draw.labels()}
 
 
+def likeliest(tensors: Tensors, draw: Draw) -> Tensors:
+    """Half of the labels are the likeliest tokens."""
+    labels = tensors["labels"].clone()
+    labels[1::2] = tensors["logits"].argmax(-1)[1::2]
+    return tensors | {"labels": labels}
+
+
+def of_classes(tensors: Tensors, draw: Draw) -> Tensors:
+    return likeliest(tensors, draw) | {"weight": draw(tensors["logits"].shape[1]).abs() + 0.1}
+
+
 def _cases(op: str, by_row: str, leaves: str, forms: dict[str, tuple], leading=True, **sizes: int) -> list[Case]:
     """A case for each form: (change or None, options), with own sizes in the options under "sizes"."""
     found = []
@@ -251,6 +273,8 @@ LINEAR = {
     for name in ACTIVATIONS for is_packed in (False, True)
 }  # fmt: skip
 PACKED_LORA = both(packed("gate_weight", "up_weight"), ranks(gate=(4,)))
+CE = {"scale": 1.7, "softcap": 6.0, "temperature": 1.3, "label_smoothing": 0.1, "z_loss": 0.02}
+SMOOTH = {"label_smoothing": 0.2}
 QWEN, OLMO = {"cast_before_weight": True}, {"norm_over_heads": True}
 OPS = [
     *_cases("rms_norm", "x", "x weight", RMS),
@@ -312,7 +336,7 @@ OPS = [
         "wide": (documents(0, 50, 70), {"sizes": {"heads": 2, "keys": 1, "width": 260}}),
         "wide, all": (both(of_one_length(35), sinks),
                       {"softcap": 2.0, "window": 20, "sizes": {"heads": 4, "keys": 1, "width": 320}}),
-    }, leading=False, rows=70),
+    }, leading=False, rows=70, heads=2, keys=1),
     *_cases("causal_conv", "x", "x weight bias", {
         "": (None, {}), "silu": (None, {"silu": True}), "bias": (with_bias("weight"), {}),
         "silu, bias": (with_bias("weight"), {"silu": True}), "whole rows": (without("ends"), {"silu": True}),
@@ -371,6 +395,17 @@ OPS = [
         "down only": (without("up_a", "up_b"), {"gate": Gate()}),
         "no adapters": (without("up_a", "up_b", "down_a", "down_b"), {"gate": Gate()}),
     }, leading=False, rows=12, hidden=8, inner=16),
+    *_cases("cross_entropy", "logits labels", "logits", {
+        "": (likeliest, {}), **{name: (likeliest, {name: value}) for name, value in CE.items()},
+        "all, weighted": (of_classes, CE), "weighted": (of_classes, {}), "smoothing, weighted": (of_classes, SMOOTH),
+        "sum": (of_classes, {"reduction": "sum", **CE}), "none": (likeliest, {"reduction": "none"}),
+        "none, weighted": (of_classes, {"reduction": "none", **CE}), "inplace": (of_classes, {"inplace": True, **CE}),
+        "inplace, none": (of_classes, {"inplace": True, "reduction": "none", **CE}),
+        "inplace, sum": (likeliest, {"inplace": True, "reduction": "sum"}),
+        "two columns": (likeliest, {"sizes": {"rows": 2, "vocab": 2}}), "one block": (None, {"sizes": {"vocab": 16}}),
+        "many blocks": (likeliest, {"sizes": {"vocab": 101}}), "no token": (None, {"sizes": {"rows": 0}}),
+        "inplace, no token": (None, {"inplace": True, "sizes": {"rows": 0}}),
+    }, leading=False, rows=9),
     *_given("kl_div", {"": {}, "log_target": {"log_target": True}, "logits": AT_TEMPERATURE}),
     *_given("jsd", {
         "": {"beta": 0.3}, "forward": {"beta": 0.0}, "reverse": {"beta": 1.0},

@@ -21,7 +21,7 @@ CONSTANTS: dict[tuple[str, str], Any] = {
     ("lora_experts", "ROWS"): 16, ("lora_experts", "COLUMNS"): 16, ("lora_experts", "COMBINED"): 4,
     ("rope", "TILE"): 128, ("qk_norm_rope", "FORWARD_TILE"): 256, ("qk_norm_rope", "BACKWARD_TILE"): 128,
     ("qk_norm_rope", "PROGRAMS"): 1, ("_dropout", "FORWARD_TILE"): 512,
-    ("causal_conv", "TILE"): (4, 8, 1),
+    ("causal_conv", "TILE"): (8, 16, 1),
     ("_lora_gated", "FORWARD"): (16, 16, 4, 1, 6), ("_lora_gated", "BACKWARD"): (16, 16, 4, 1, 6),
     ("document_attention", "PROGRAMS"): 5, ("document_attention", "SINKS_BLOCK"): 32,
     ("_norm", "SUM_ROWS"): 2, ("_norm", "SUM_COLUMNS"): 16,
