@@ -1,10 +1,8 @@
 """The benchmark of better students: its arithmetic, its page, and trainings that end by time."""
 
 import json
-import math
 import re
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,30 +15,15 @@ from benchmarks.students import (
     BASE,
     CONFIG,
     OF_TEACHER,
-    STUDENT_T,
     TEACHER_CONFIG,
     WARMUP,
     WAYS,
     ByTime,
-    Record,
     Setup,
     learning_rate_at,
     page,
     read,
 )
-
-
-def t_density(x: float, freedom: int) -> float:
-    scale = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
-    return scale * (1 + x * x / freedom) ** (-(freedom + 1) / 2)
-
-
-@pytest.mark.parametrize("freedom", range(1, len(STUDENT_T) + 1))
-def test_the_quantiles_leave_one_fortieth_above(freedom):
-    end, steps = STUDENT_T[freedom - 1], 20000
-    weights = [1 if i in (0, steps) else 4 if i % 2 else 2 for i in range(steps + 1)]
-    below = sum(w * t_density(end * i / steps, freedom) for i, w in enumerate(weights)) * end / steps / 3  # Simpson
-    assert 0.5 + below == pytest.approx(0.975, abs=2e-6)
 
 
 def run_of(exact_match: float, neighbours: int = 9) -> dict:
@@ -104,32 +87,6 @@ def test_the_settings_of_every_way_are_valid_and_differ(tmp_path):
     }
     assert len(alike) == len(WAYS)
     assert read(TEACHER_CONFIG, setup.training("tasks", tmp_path, 0, of_teacher=False)).recipe == "sft"
-
-
-def test_a_second_run_ends_when_the_training_does(monkeypatch):
-    now, control, call = [100.0], TrainerControl(), (None, None)
-    monkeypatch.setattr("benchmarks.students.time.monotonic", lambda: now[0])
-    clock = ByTime(10.0, lambda: pytest.fail("it waited again"), start=93.0)
-    clock.on_step_begin(*call, control)
-    for at, share in ((100.9, 0.3), (102.9, 0.97), (103.0, 1.0)):
-        now[0] = at
-        clock.on_step_end(*call, control)
-        assert clock.share() == pytest.approx(share, abs=0.01)
-    assert control.should_training_stop and clock.start == 93.0
-    late, control = ByTime(5.0, list, start=93.0), TrainerControl()
-    late.on_step_begin(*call, control)
-    now[0] = 104.0
-    late.on_step_end(*call, control)
-    assert control.should_training_stop
-
-
-def test_what_cannot_be_prepared_ends_the_call(tmp_path, monkeypatch):
-    record = Record(tmp_path / "page.json", {})
-    monkeypatch.setattr(students, "page", str)
-    monkeypatch.setattr(students, "together", lambda part, *rest: record.put(part, "rows", None, "no luck"))
-    options: Any = SimpleNamespace(base="base", tiny=True, teacher_seconds=1.0, ways=[])
-    with pytest.raises(SystemExit, match="rows: no luck"):
-        students.prepare(options, Setup(tmp_path, "teacher", 1.0), record, math.inf)
 
 
 def test_a_training_by_steps_has_that_many(tmp_path):

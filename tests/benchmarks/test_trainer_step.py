@@ -1,16 +1,12 @@
 """The benchmark of training steps through the trainers: rows, trace, gate, table, and runs of tiny models."""
 
 import json
-import math
 import multiprocessing
 import random
 import weakref
-from collections import Counter
 from dataclasses import replace
-from statistics import mean
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from benchmark_workers import Misbehaving
@@ -19,7 +15,7 @@ from quick_cases import slow_but
 from benchmarks import processes, trainer_step
 from benchmarks.processes import Process
 from benchmarks.shapes import random_model
-from benchmarks.trainer_cases import CASES, END, LONGEST, ON_POLICY, PLAN, SHORTEST, TINY_PLAN, length_of, make_rows
+from benchmarks.trainer_cases import CASES, END, ON_POLICY, PLAN, TINY_PLAN, length_of, make_rows
 from benchmarks.trainer_cases import LOSS_TOLERANCE as LOSS
 from benchmarks.trainer_cases import NORM_TOLERANCE as NORM
 from benchmarks.trainer_providers import PROVIDERS, variant
@@ -61,21 +57,6 @@ def test_rows_suffice_and_are_the_same_every_time(name):
         assert len(rows) == case.rows * PLAN.steps
         traced = case.rows * PLAN.traced
         assert rows[-traced:] == rows[-2 * traced : -traced] != rows[-3 * traced : -2 * traced]
-
-
-def test_lengths_of_a_real_mix():
-    lengths = [len(row) for row in make_rows(CASE["sft-qwen3-0.6b-packed-16"], PLAN, tiny=False)]
-    assert mean(lengths) == pytest.approx(300, rel=0.05)
-    assert (min(lengths), max(lengths)) == (SHORTEST, LONGEST)
-    logs = [math.log(length) for length in lengths]
-    assert mean(logs) == pytest.approx(math.log(300) - 0.5, abs=0.05), "log-normal with a sigma of 1"
-
-
-def test_frequencies_of_tokens_fall_as_their_rank():
-    counts = Counter(token for row in make_rows(PLAIN, PLAN, tiny=False) for token in row)
-    ranks = range(2, 200)
-    slope, _ = np.polyfit(np.log(ranks), np.log([counts[rank] for rank in ranks]), 1)
-    assert slope == pytest.approx(-1, abs=0.03)
 
 
 # The trace
@@ -218,15 +199,6 @@ def test_absent_packages_and_late_rows_cost_nothing(monkeypatch):
     reasons = [row.failure for row in trainer_step.measure([*rows, *plain], parse(["--time-limit", "-1"]))]
     late, absent = "not run: -1 s were over", "bitsandbytes: not installed"
     assert reasons == [absent, late, late, absent, late, "unsloth: not installed"]  # it compiles, so it is last
-
-
-def test_unsloth_is_looked_for_in_a_folder_of_its_own(monkeypatch, tmp_path):
-    (tmp_path / "unsloth").mkdir()
-    (tmp_path / "unsloth" / "__init__.py").touch()
-    monkeypatch.setenv("UNSLOTH_SITE", str(tmp_path))
-    assert UNSLOTH.missing(PLAIN) is None
-    monkeypatch.delenv("UNSLOTH_SITE")
-    assert UNSLOTH.missing(PLAIN) == "unsloth: not installed"
 
 
 @pytest.mark.parametrize(

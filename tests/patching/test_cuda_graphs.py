@@ -388,6 +388,13 @@ def test_gradients_that_leave_the_layers_have_memory_of_their_own():
     assert RunsAgain.replays == 24
 
 
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -397,33 +404,22 @@ def test_gradients_that_leave_the_layers_have_memory_of_their_own():
     ],
 )
 @pytest.mark.parametrize("as_views", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_distributed_data_parallel(change, as_views):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        plain, graphed, _ = pair(change)
-        wrapped = [DistributedDataParallel(m, gradient_as_bucket_view=as_views) for m in (plain, graphed)]
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in wrapped]
-        for _ in range(4):
-            batches = [random_ids() for _ in range(3)]
-            for model in wrapped:
-                model.zero_grad()
-                for ids in batches:
-                    with contextlib.nullcontext() if ids is batches[-1] else model.no_sync():
-                        backward(model, ids)
-            assert_same_gradients(plain, graphed)
-            for optimizer in optimizers:
-                optimizer.step()
-        torch.testing.assert_close(list(graphed.parameters()), list(plain.parameters()), rtol=1e-4, atol=1e-5)
-        assert RunsAgain.replays == 60
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def test_distributed_data_parallel(change, as_views, one_rank):
+    plain, graphed, _ = pair(change)
+    wrapped = [DistributedDataParallel(m, gradient_as_bucket_view=as_views) for m in (plain, graphed)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in wrapped]
+    for _ in range(4):
+        batches = [random_ids() for _ in range(3)]
+        for model in wrapped:
+            model.zero_grad()
+            for ids in batches:
+                with contextlib.nullcontext() if ids is batches[-1] else model.no_sync():
+                    backward(model, ids)
+        assert_same_gradients(plain, graphed)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(list(graphed.parameters()), list(plain.parameters()), rtol=1e-4, atol=1e-5)
+    assert RunsAgain.replays == 60
 
 
 def with_buckets(monkeypatch, change):

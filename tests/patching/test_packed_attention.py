@@ -34,9 +34,18 @@ LENGTHS = (7, 1, 12, 3, 18)  # 12 and 18 are longer than the windows of 8
 GPT_OSS = {"head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
+GEMMA4 = {  # whose last two layers take keys and values of the first two
+    "head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 4, "sliding_window": 8, "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+has_gemma4 = pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="needs transformers with Gemma 4")
+
+
 @pytest.fixture(autouse=True)
-def gpt_oss(monkeypatch):
+def families(monkeypatch):
     monkeypatch.setitem(FAMILIES, "gpt_oss", ("GptOssConfig", GPT_OSS))
+    monkeypatch.setitem(FAMILIES, "gemma4", ("Gemma4TextConfig", GEMMA4))
 
 
 def packing(family, **options):
@@ -70,6 +79,7 @@ def one_by_one(model, rows, **how):
             ("gpt_oss", {}),  # sinks and windows; its mask does not read positions
             ("mixtral", {"output_router_logits": False}),
         )),
+        pytest.param("gemma4", {}, "lengths", marks=has_gemma4),
         ("gemma3", {}, {"use_reentrant": False}),
         ("gemma3", {}, {"use_reentrant": True}),
     ],
@@ -97,30 +107,7 @@ def test_loss_and_gradients_are_those_of_documents_one_by_one(family, options, h
     assert_same_gradients(gradients, truth, 1e-5)
 
 
-@pytest.fixture
-def gemma4(monkeypatch):
-    """Gemma 4 whose last two layers take keys and values of the first two."""
-    if not hasattr(transformers, "Gemma4TextConfig"):
-        pytest.skip("needs transformers with Gemma 4")
-    sizes = {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 4, "sliding_window": 8,
-             "num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB,
-             "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
-    monkeypatch.setitem(FAMILIES, "gemma4", ("Gemma4TextConfig", sizes))
-
-
-@pytest.mark.usefixtures("gemma4")
-def test_gemma4_reads_packed_rows_as_documents_one_by_one():
-    model, untouched, report = packing("gemma4")
-    assert report.swapped == {"packed attention": 1}
-    rows = documents(LENGTHS, VOCAB - 5)
-    want = one_by_one(untouched, rows)
-    truth = named_gradients(untouched, want)
-    got = model(**packed(rows), use_cache=False).loss
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
-    assert_same_gradients(named_gradients(model, got), truth, 1e-5)
-
-
-@pytest.mark.usefixtures("gemma4")
+@has_gemma4
 @pytest.mark.parametrize("cache", [False, True])
 def test_gemma4_leaves_no_queries_out_by_the_implementation_s_name(cache):
     """It would, for a number of logits, where layers share keys; sdpa then could not tell which tokens they see."""
@@ -135,7 +122,7 @@ def test_gemma4_leaves_no_queries_out_by_the_implementation_s_name(cache):
         assert torch.equal(model.generate(ids, **given, **how), untouched.generate(ids, **given, **how))
 
 
-@pytest.mark.usefixtures("gemma4")
+@has_gemma4
 def test_gemma4_gets_its_own_method_back():
     model = tiny_model("gemma4")
     replacements = Replacements()

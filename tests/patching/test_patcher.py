@@ -82,7 +82,7 @@ def test_loss_and_gradients_are_the_plain_models(family):
     assert_same_outcome(step(model, batch), want, 1e-6)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
 def test_thirty_two_steps_end_where_the_plain_models_end(family):
     def trained(model) -> tuple[list[float], torch.Tensor]:
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
