@@ -16,7 +16,6 @@ import contextlib
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,16 +23,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..common.mtp_head import COPIES, SHARD, head_in_files, head_in_folder
 from ..errors import ConfigError
-from ..losses.answers import DenseAnswer, cross_entropy_loss
+from ..losses.answers import DenseAnswer, as_teacher_answer, cross_entropy_loss
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.model_parts import decoder_layers
-from ..losses.spec import IGNORE_INDEX, BatchLoss, BatchTargets, Distillation, Logits, LossOptions
+from ..losses.spec import IGNORE_INDEX, BatchLoss, BatchTargets, Distillation, Logits, LossOptions, TeacherAnswer
 from ..patching.patcher import base_of
 from ..plugins import MTP, TrainerPlugin
 from ..trainers.host import TrainerHost
@@ -192,15 +190,19 @@ class MtpPass:
         self._head, self._weight = head, weight
         self._positions = position_ids if position_ids is not None and position_ids.dim() == 2 else None
         self._targets: BatchTargets | None = None
+        self._answer: TeacherAnswer | None = None
         self.embeddings: Tensor | None = None
         self.arguments: tuple[tuple, dict[str, Any]] = (), {}
 
-    def recording(self, targets: BatchTargets) -> contextlib.AbstractContextManager[None]:
+    def recording(
+        self, targets: BatchTargets, teacher: Logits | TeacherAnswer | None
+    ) -> contextlib.AbstractContextManager[None]:
         """Note what the model's layers get within the context. Its targets are made now: see `RowSelection`."""
-        self._targets = targets_ahead(targets, self._positions)
+        self._targets = predicted(targets, self._positions)
+        self._answer = None if teacher is None else as_teacher_answer(teacher).for_targets(self._targets)
         return self._head.noting(self)
 
-    def added_to(self, result: BatchLoss, logits: Logits) -> BatchLoss:
+    def added_to(self, result: BatchLoss, logits: Logits, options: LossOptions) -> BatchLoss:
         """Return the result of a batch with the head's gradient added, and its values; the loss stays what it is."""
         targets, embeddings = self._targets, self.embeddings
         assert targets is not None
@@ -212,31 +214,32 @@ class MtpPass:
         states = logits.hidden.detach()
         args, kwargs = self.arguments
         ahead = self._head(torch.roll(embeddings.detach(), -1, 1), states, args, kwargs)
-        drafts = logits.of_states(ahead)
+        # each draft at the position before its token, where the model and its teacher predict the same one
+        drafts = logits.of_states(torch.roll(ahead, 1, 1))
+        values = {"mtp_share": targets.labels != IGNORE_INDEX}
         if torch.is_grad_enabled():
-            own = cross_entropy_loss(drafts, targets, LossOptions())
+            if self._answer is None:
+                own = cross_entropy_loss(drafts, targets, LossOptions())
+            else:
+                own = self._answer.loss(drafts, targets, options)
             # 0 with a gradient, so that the loss that is logged is the model's
             result = result._replace(loss=result.loss + self._weight * (own.loss - own.loss.detach()))
         else:
-            verifier = DenseAnswer(logits.of_states(torch.roll(states, -1, 1)))
-            own = verifier.loss(drafts, targets, _AGREEMENT)
-        values = {"mtp_loss": -own.log_prob, "mtp_accepted": own.agrees, "mtp_share": targets.labels != IGNORE_INDEX}
-        noted = {name: value.to(own.log_prob) for name, value in values.items() if value is not None}
+            own = DenseAnswer(logits.of_states(states)).loss(drafts, targets, _AGREEMENT)
+            assert own.agrees is not None
+            values["mtp_accepted"] = own.agrees
+        values["mtp_loss"] = -own.log_prob
+        noted = {name: value.to(own.log_prob) for name, value in values.items()}
         return result._replace(parts={**(result.parts or {}), **noted})
 
 
-def targets_ahead(targets: BatchTargets, position_ids: Tensor | None) -> BatchTargets:
-    """Return the labels, and weights, that the positions after these predict, within each document."""
-
-    def next_of(values: Tensor, filling: float) -> Tensor:
-        return pad(values.view(targets.shape)[:, 1:], (0, 1), value=filling)
-
-    labels = next_of(targets.labels, IGNORE_INDEX)
+def predicted(targets: BatchTargets, position_ids: Tensor | None) -> BatchTargets:
+    """Return the targets without the second token of each document, which no head before it predicts."""
+    goes_on = torch.ones(targets.shape, dtype=torch.bool, device=targets.labels.device)
     if position_ids is not None:
-        goes_on = pad(position_ids[:, 1:] == position_ids[:, :-1] + 1, (0, 1))
-        labels = labels.masked_fill(~goes_on.to(labels.device), IGNORE_INDEX)
-    ahead = BatchTargets.of(None, labels, targets.num_items)
-    return ahead if targets.weights is None else replace(ahead, weights=next_of(targets.weights, 0.0).flatten())
+        goes_on[:, 1:] = position_ids[:, 1:] == position_ids[:, :-1] + 1
+    goes_on[:, 0] = False
+    return targets.only(goes_on)
 
 
 def _place(config: Any, count: int) -> int:
@@ -352,6 +355,16 @@ def _weight(trainer: TrainerHost) -> float:
     return getattr(trainer.args, "mtp_loss_weight", 0.0)  # TRL's own arguments have no such field
 
 
+def _learns_tokens(args: Any) -> bool:
+    """Whether the loss of a trainer's arguments is about tokens, too, and not only about hidden states."""
+    if not hasattr(args, "loss_plan"):  # without a teacher
+        return True
+    plan = args.loss_plan()
+    return any(
+        term.family != "hidden" and (term.weight or f"{term.type}_weight" in plan.schedules) for term in plan.terms
+    )
+
+
 def _check(trainer: TrainerHost) -> None:
     reasons = {
         "prompts that are trained, which lengthen rows": any(
@@ -365,6 +378,9 @@ def _check(trainer: TrainerHost) -> None:
         "model_init, whose model has no head": getattr(trainer, "model_init", None) is not None,
         "an optimizer that was made before the head: give its class by optimizer_cls_and_kwargs": (
             trainer.optimizer is not None
+        ),
+        "losses between hidden states alone, of which its head learns nothing: add a divergence or ce": (
+            not _learns_tokens(trainer.args)
         ),
         "a model that has a part of its own called mtp": not isinstance(
             getattr(base_of(trainer.model), MTP, None), MtpHead | None

@@ -155,7 +155,7 @@ class FusedLoss:
         loss = LossOfOneForward(type(model).__name__, targets, options, teacher_logits, hidden_pass, mtp_pass)
         kwargs.update(self._loss_arguments(labels, shift_labels, num_items_in_batch))
         recording = contextlib.nullcontext() if hidden_pass is None else hidden_pass.recording()
-        noting = contextlib.nullcontext() if mtp_pass is None else mtp_pass.recording(targets)
+        noting = contextlib.nullcontext() if mtp_pass is None else mtp_pass.recording(targets, teacher_logits)
         with _as_loss_function(model, loss), recording, noting, deferred_logits(model) as deferred:
             outputs = forward_without_loss(*args, **kwargs)
         if deferred.why_not_deferred is not None:
@@ -241,7 +241,7 @@ class LossOfOneForward:
             how = self._options.for_teacher()
             result = self._hidden.added_to(result, targets, how, self._answer.teacher_positions)
         if self._mtp is not None:
-            result = self._mtp.added_to(result, logits)
+            result = self._mtp.added_to(result, logits, self._options)
         value = result.loss.clone()  # mixtures of experts add their auxiliary loss in place
         self._calls.append(LossCall(result, targets, value))
         return value

@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.spec import Logits
 from ..patching.patcher import base_of
+from ..plugins import MTP
 from .base import DistillHost, Teacher, teacher_logits, without_labels
 from .vocabulary import check_student_vocabulary, tokenizer_size
 
@@ -108,8 +109,8 @@ def _check_adapters(student: Any) -> None:
             )
     if any(getattr(module, "merged_adapters", None) for module in student.modules()):
         raise ConfigError("teacher: self needs adapters that are apart from the weights: call unmerge_adapter() first.")
-    # parts of the names of adapters, and of their copies of modules
-    parts = (f".{student.base_model.prefix}", ".modules_to_save.", ".token_adapter.", ".trainable_tokens_")
+    # parts of the names of adapters, of their copies of modules, and of a head that the teacher does not run
+    parts = (f".{student.base_model.prefix}", ".modules_to_save.", ".token_adapter.", ".trainable_tokens_", f".{MTP}.")
     trained = [name for name, p in student.named_parameters() if p.requires_grad]
     moving = [name for name in trained if not any(part in f".{name}" for part in parts)]
     if moving:

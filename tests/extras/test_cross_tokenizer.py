@@ -5,12 +5,14 @@ import json
 import math
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from byte_level import CODE, ENGLISH, byte_level, saved
 from commands import call, settings, without_report
 from datasets import Dataset
+from mtp_heads import Definition, head_of, save_with_head
 from peft import LoraConfig
 from splits import capture_gradients
 from tiny import assert_same_gradients, double_copy, tiny_model, train_args
@@ -285,6 +287,35 @@ def test_rows_of_weight_0_are_as_if_they_were_not_there(teacher, ours, kind):
     assert losses[0] * all_tokens == pytest.approx(losses[1] * tokens, rel=1e-5)
     for name, gradient in want.items():
         torch.testing.assert_close(got[name] * all_tokens, gradient * tokens, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [("uld", "completions"), ("alm", "completions"), ("alm", "texts")], ids=lambda value: value
+)
+def test_a_drafting_head_learns_what_the_model_does(teacher, ours, tmp_path, kind, family):
+    """A span with the second token of a row is of no draft: there is none of that token."""
+    source = save_with_head(tmp_path / "source", vocab_size=336)
+    how = {"losses": MIXED[kind], "learning_rate": 0.0, "per_device_train_batch_size": 30, "mtp_loss_weight": 0.3}
+    trainer = make(teacher, ours, kind, ROWS[family](30), student=str(source), **how)
+    captured, truth = capture_gradients(trainer), Definition(source)
+    trainer.train()
+    rows = [dict(row) for row in trainer.train_dataset]
+    spans = [spans_kept(trainer, row) for row in rows] if kind == "alm" else None
+    if family == "texts":
+        assert any(a == 1 and b > 2 for _, found in spans for (a, b), _ in found), "of several tokens"
+        spans = [(theirs, [span for span in found if span[0][0] > 1]) for theirs, found in spans]
+        rows = [{**row, "labels": [-100, -100, *row["labels"][2:]]} for row in rows]
+
+    def drafts(input_ids):  # in the places of the model's logits
+        return SimpleNamespace(logits=torch.nn.functional.pad(truth.drafts(input_ids[0].tolist()), (0, 0, 1, 1))[None])
+
+    values = by_hand(kind, trainer, drafts, rows, spans)
+    tokens = sum(label != -100 for row in rows for label in row["labels"])
+    batches = [trainer.data_collator(list(trainer.train_dataset))]
+    share = tokens / int(trainer._get_num_items_in_batch(batches, trainer.args.device))
+    want = truth.gradients(0.3 * share * (1.5 * values[kind] + 0.25 * values["ce"]))
+    assert logged(trainer, "mtp_loss") == [pytest.approx(values["ce"].item(), rel=1e-4)]
+    assert_same_gradients(head_of(captured), want, 1e-4)
 
 
 def test_tau_on_a_schedule(teacher, ours):

@@ -1,6 +1,5 @@
 """The head for multi-token prediction trained beside a model, compared with its definition in plain torch, in fp64."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from mtp_heads import save_with_head, stored_head
+from mtp_heads import Definition, head_of, save_with_head, stored_head
 from peft import PromptTuningConfig
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, FirstGradients, assert_same_gradients, completions, texts, tiny_model, tiny_tokenizer
@@ -50,36 +49,17 @@ def source(tmp_path_factory) -> Path:
 
 def by_definition(folder: Path, rows: list[tuple[list[int], list[int]]], count: int | None = None) -> Any:
     """The head's loss over rows of tokens and labels, its gradients, its tokens, and how many drafts agree."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
-    head = {name.removeprefix("mtp."): nn.Parameter(w.double()) for name, w in stored_head(folder).items()}
-    place = max(i for i, kind in enumerate(model.config.layer_types) if kind == "full_attention")
-    layer = copy.deepcopy(model.model.layers[place])
-    own = {name.removeprefix("layers.0."): w for name, w in head.items() if name.startswith("layers.0.")}
-
-    def norm(x, name):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + model.config.rms_norm_eps) * (1 + head[name])
-
-    total, tokens, agreeing = torch.zeros((), dtype=torch.float64), 0, 0
+    truth, total, tokens, agreeing = Definition(folder), torch.zeros((), dtype=torch.float64), 0, 0
     for row, wanted in rows:
-        ids, labels = torch.tensor([row]), torch.tensor(wanted)
+        logits, labels = truth.drafts(row), torch.tensor(wanted)[2:]
         with torch.no_grad():
-            states = model.model(ids, use_cache=False).last_hidden_state[:, :-1]
-            greedy = model(ids, use_cache=False).logits[0, 1:].argmax(-1)  # at t, that of position t + 1
-            next_tokens = model.get_input_embeddings()(ids)[:, 1:]
-        both = [norm(next_tokens, "pre_fc_norm_embedding.weight"), norm(states, "pre_fc_norm_hidden.weight")]
-        x, length = torch.cat(both, -1) @ head["fc.weight"].T, states.shape[1]
-        mask = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-        positions = model.model.rotary_emb(x, torch.arange(length)[None].expand(3, 1, -1))
-        positions = tuple(p.double() for p in positions)
-        x = torch.func.functional_call(layer, own, (x,), {"position_embeddings": positions, "attention_mask": mask})
-        logits = model.lm_head(norm(x[0] if isinstance(x, tuple) else x, "norm.weight"))[0, :-1]
-        keep = labels[2:] != -100
-        total = total + F.cross_entropy(logits[keep], labels[2:][keep], reduction="sum")
+            greedy = truth.model(torch.tensor([row]), use_cache=False).logits[0, 1:-1].argmax(-1)
+        keep = labels != -100
+        total = total + F.cross_entropy(logits[keep], labels[keep], reduction="sum")
         tokens += int(keep.sum())
-        agreeing += int((logits.argmax(-1) == greedy[:-1])[keep].sum())
+        agreeing += int((logits.argmax(-1) == greedy)[keep].sum())
     loss = total / (count or tokens)
-    gradients = dict(zip(head, torch.autograd.grad(loss, list(head.values())), strict=True))
-    return loss.item() * (count or tokens) / tokens, gradients, tokens, agreeing
+    return loss.item() * (count or tokens) / tokens, truth.gradients(loss), tokens, agreeing
 
 
 def rows_of(trainer: Any) -> list[tuple[list[int], list[int]]]:
@@ -90,10 +70,6 @@ def divisor_of(trainer: Any) -> int:
     """What a step over all rows divides by, as Trainer counts: before transformers 5.24 a row's first label too."""
     batch = trainer.data_collator(list(trainer.train_dataset))
     return int(trainer._get_num_items_in_batch([batch], trainer.args.device))
-
-
-def head_of(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.removeprefix("mtp."): value for name, value in values.items() if name.startswith("mtp.")}
 
 
 def one_step(source, data=None, make=sft, **options) -> tuple[Any, dict[str, torch.Tensor]]:

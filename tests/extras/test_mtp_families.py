@@ -149,14 +149,14 @@ def passes_of_generate(folder: Path, prompt: torch.Tensor, tokens: int = 16) -> 
 
 
 def passes_by_our_count(trainer: Any, row: torch.Tensor, begun: int) -> int:
-    """A pass makes a token, and one more where the draft for it is the model's own."""
+    """A pass makes a token, and one more where the draft, which stands where the model predicts it, is the same."""
     model = trainer.model.eval()
     with torch.no_grad():
         how = {"fused_lm_head": True, "mtp_pass": MtpPass(model.mtp, 1.0, None), "use_cache": False}
         accepted = model(row, labels=row, **how).parts["mtp_accepted"][0]
     passes, place = 1, begun
     while place < row.shape[1] - 1:
-        place += 2 if place < row.shape[1] - 2 and accepted[place - 1] else 1
+        place += 2 if place < row.shape[1] - 2 and accepted[place] else 1
         passes += 1
     return passes
 

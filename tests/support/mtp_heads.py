@@ -1,5 +1,6 @@
 """Tiny models whose files have a head for multi-token prediction, laid out as those of their families."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, tiny_tokenizer
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_trainer.common.mtp_head import ONE_FILE
@@ -122,3 +124,41 @@ def deep_model(folder: Path, family: str = "qwen3_5_text") -> tuple[Any, dict[st
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     cls: Any = type(AutoModelForCausalLM.from_config(config))
     return cls.from_pretrained(None, config=config, state_dict=weights, **how).double(), parts
+
+
+class Definition:
+    """The head of a tiny Qwen3.5's file beside its model, in plain torch and fp64."""
+
+    def __init__(self, folder: Path):
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
+        self.model = model
+        self.head = {name.removeprefix("mtp."): nn.Parameter(w.double()) for name, w in stored_head(folder).items()}
+        place = max(i for i, kind in enumerate(model.config.layer_types) if kind == "full_attention")
+        self.layer = copy.deepcopy(model.model.layers[place])
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        epsilon = self.model.config.rms_norm_eps
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * (1 + self.head[f"{name}.weight"])
+
+    def drafts(self, row: list[int]) -> torch.Tensor:
+        """The logits (tokens - 2, V) of the third token of a row and those behind it."""
+        model, ids = self.model, torch.tensor([row])
+        with torch.no_grad():
+            states = model.model(ids, use_cache=False).last_hidden_state[:, :-1]
+            next_tokens = model.get_input_embeddings()(ids)[:, 1:]
+        both = [self._norm(next_tokens, "pre_fc_norm_embedding"), self._norm(states, "pre_fc_norm_hidden")]
+        x, length = torch.cat(both, -1) @ self.head["fc.weight"].T, states.shape[1]
+        mask = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+        positions = model.model.rotary_emb(x, torch.arange(length)[None].expand(3, 1, -1))
+        how = {"position_embeddings": tuple(p.double() for p in positions), "attention_mask": mask}
+        own = {n.removeprefix("layers.0."): w for n, w in self.head.items() if n.startswith("layers.0.")}
+        x = torch.func.functional_call(self.layer, own, (x,), how)
+        return model.lm_head(self._norm(x[0] if isinstance(x, tuple) else x, "norm"))[0, :-1]
+
+    def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(zip(self.head, torch.autograd.grad(loss, list(self.head.values())), strict=True))
+
+
+def head_of(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of a model's tensors that are the head's, by their names there."""
+    return {name.partition("mtp.")[2]: value for name, value in values.items() if "mtp." in name}

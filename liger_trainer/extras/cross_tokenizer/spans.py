@@ -238,6 +238,8 @@ class AlmAnswer(TeacherAnswer):
         """Return alm_weight * ALM + ce_weight * CE. Tokens in no span have only cross-entropy."""
         how = options.for_teacher()
         spans, teacher = (x.flatten().to(targets.labels.device) for x in (self.spans, self.log_prob))
+        # a drafting head predicts all tokens of a span or but the first, and then there is no likelihood of the span
+        spans = spans.masked_fill(targets.labels[spans.clamp(min=0)] == IGNORE_INDEX, -1)
         common: dict[str, Any] = {"alm_weight": how.alm_weight, "ce_weight": how.ce_weight, "tau": how.alm_tau}
         if isinstance(student, DeferredLogits):
             result = linear_alm(
