@@ -374,6 +374,25 @@ def test_graphs_have_the_memory_of_the_layers_apart(options, monkeypatch):
         assert 0 <= rest - pooled.outside["optimizer"].bytes < 0.1 * state
 
 
+@pytest.mark.parametrize(
+    ("options", "has_gradients"),
+    [({}, True), ({"accumulation": 2}, True), ({"accumulation": 2, "buckets": True}, False)],
+    ids=["one micro-batch", "added up elsewhere", "in DDP's buckets"],
+)  # fmt: skip
+def test_graphs_of_recomputed_layers_keep_outputs_and_gradients_and_no_copies(options, has_gradients):
+    """All are in their memory until the last is recorded; bf16 copies of weights are made in each layer's turn."""
+
+    def of_layers(count: int) -> StepSpec:
+        student = ModelSpec(config_of(**{**WIDE, "num_hidden_layers": count}), torch.float32)
+        how = {"checkpointing": {"use_reentrant": False}, "autocast": torch.bfloat16, "cuda_graphs": "auto"}
+        return step(student=student, **how, **options)
+
+    few, many = (simulate(of_layers(count)).pools_bytes for count in (2, 6))
+    spec = of_layers(4)
+    layers = weights(spec, built(spec).model.layers) if has_gradients else 0
+    assert many - few == layers + 4 * spec.rows * spec.length * WIDE["hidden_size"] * torch.float32.itemsize
+
+
 def graphs_bytes(spec):
     return Sharding().graphs_bytes(simulate(spec))
 

@@ -115,6 +115,14 @@ class MemoryTracker(TorchDispatchMode):
         self._live_in[pool] += size
         self.pools[pool] = max(self.pools.get(pool, 0), self._live_in[pool])
 
+    def leave_out(self, part: str, pool: str) -> None:
+        """Count what is live of a part in a pool as in none: the steps without that pool have it."""
+        for key, (storage, size, own, where) in self._storages.items():
+            if own == part and where == pool:
+                self._live_in[pool] -= size
+                self._live_in[part] += size
+                self._storages[key] = storage, size, own, part
+
     def _freed(self, key: int) -> None:
         _, size, part, pool = self._storages.pop(key)
         self._change(part, pool, -size)
@@ -141,10 +149,13 @@ class GraphPool:
         self._name, self._tracker = name, tracker
         self._before: list[str | None] = []
 
-    def watch(self, layers: Sequence[nn.Module]) -> None:
+    def watch(self, layers: Sequence[nn.Module], recomputed: bool) -> None:
         for layer in layers:
             layer.register_forward_pre_hook(self._enter)
             layer.register_forward_hook(self._leave)
+            if recomputed:
+                layer.register_forward_hook(self._keep_output)
+                layer.register_forward_hook(self._drop_copies)
         # The backward comes into the pool at the last layer's output, and leaves it when it is through all layers.
         layers[0].register_forward_pre_hook(
             lambda _, *inputs: self._when_its_gradient_comes(inputs, None), with_kwargs=True
@@ -157,6 +168,16 @@ class GraphPool:
 
     def _leave(self, *_: Any) -> None:
         self._tracker.pool = self._before.pop()
+
+    def _keep_output(self, _: Any, args: Any, output: Any) -> None:
+        """Count what a layer returns when its gradient comes: it stays until the last graph is recorded."""
+        hidden = _first_trained(output)
+        if hidden is not None:
+            hidden.register_hook(lambda gradient: self._tracker.keep(self._name, gradient.nbytes))
+
+    def _drop_copies(self, *_: Any) -> None:
+        """Drop the copies of weights that a layer's forward has made: graphs are recorded without autocast's cache."""
+        self._tracker.leave_out(AUTOCAST, self._name)
 
     def _when_its_gradient_comes(self, tensors: Any, pool: str | None) -> None:
         """Set the pool when the gradient of the hidden states does: they are the first of `tensors` that have one."""

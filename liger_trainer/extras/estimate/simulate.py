@@ -94,6 +94,7 @@ class StepSpec:
     by_lengths: bool = False
     own_attention: bool = False  # our kernel may compute it: in 16 bits, with `attention: auto`
     accumulation: int = 1  # micro-batches a step
+    buckets: bool = False  # gradients lie in DDP's buckets, where graphs write them
     teacher: ModelSpec | None = None
     teacher_records: Any = None  # the format of a teacher cache, which makes the records of a batch
     rollout: Rollout | None = None  # None: nothing is sampled
@@ -273,7 +274,7 @@ class _TrainerSteps:
             self.recordable += layers
             # Larger batches keep the GPU busy without graphs.
             if layers and (spec.cuda_graphs == ALWAYS or spec.rows * spec.length <= most_rows(layers)):
-                GraphPool(name, tracker).watch(layers)
+                GraphPool(name, tracker).watch(layers, spec.checkpointing is not None and name == "student")
                 self.in_graphs |= {parameter for layer in layers for parameter in layer.parameters()}
         base_of(student).get_decoder().register_forward_hook(lambda *_: tracker.enter("loss"))
         # As Trainer has them: without weight decay for biases and norms; moments of embeddings never in 8 bits.
@@ -286,9 +287,10 @@ class _TrainerSteps:
     def _has_gradient(self, parameter: Tensor) -> None:
         kept = self.kept[parameter]
         self.used.add(kept)
+        added_up = self.spec.accumulation > 1 and not self.spec.buckets  # elsewhere
+        if parameter in self.in_graphs and (added_up or kept is not parameter):  # each has its place there
+            self.tracker.keep("student", parameter.nbytes)
         if kept is not parameter:  # summed up over the processes, each of which keeps its share
-            if parameter in self.in_graphs:  # each has its place there
-                self.tracker.keep("student", parameter.nbytes)
             pool, self.tracker.pool = self.tracker.pool, None
             parameter.grad, kept.grad = None, torch.empty_like(kept)
             self.tracker.pool = pool

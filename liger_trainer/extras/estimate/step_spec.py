@@ -296,6 +296,7 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         own_attention=config["attention"] == AUTO and autocast in (torch.bfloat16, torch.float16),
         optimizer=OPTIMIZERS[args.optim],
         accumulation=config["gradient_accumulation_steps"],
+        buckets=sharding.buckets,
         teacher=teacher,
         teacher_records=records,
         rollout=rollout,
