@@ -75,41 +75,28 @@ def test_a_trained_model_has_the_head_that_it_was_loaded_with(source, tmp_path, 
     assert weights_in(tmp_path / "later").keys() == written.keys()
 
 
-def test_a_head_of_another_vocabulary_is_left_out(source, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(source[0])
-    model.resize_token_embeddings(VOCAB + 8)
-    model.save_pretrained(tmp_path / "out")
-    assert "is not kept: hidden size, vocabulary or layers have changed" in str(keep_mtp_head(model, tmp_path / "out"))
-    assert not (tmp_path / "out" / SHARD).exists()
-
-
-def test_a_folder_that_has_gone_costs_nothing(source, tmp_path, monkeypatch):
-    model = AutoModelForCausalLM.from_pretrained(source[0])
-    model.save_pretrained(tmp_path / "out")
-    (source[0] / "config.json").unlink()
-    assert "is not kept" in str(keep_mtp_head(model, tmp_path / "out"))
-    shutil.rmtree(source[0])
-    for name in (str(source[0]), "gone", "no name of a hub's"):
-        model.config._name_or_path = name
-        assert "is not kept" in str(keep_mtp_head(model, tmp_path / "out"))
-    assert (tmp_path / "out" / ONE_FILE).is_file() and not (tmp_path / "out" / SHARD).exists()
-
-
-def test_a_quantised_head_is_left_out(source, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(source[0])
-    model.save_pretrained(tmp_path / "out")
-    config = source[0] / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
-    assert "is not kept: it is stored quantised" in str(keep_mtp_head(model, tmp_path / "out"))
-
-
-def test_files_in_shards_get_one_more(source, tmp_path):
+def test_files_in_shards_get_one_more_and_what_does_not_fit_is_left_out(source, tmp_path):
     folder, head = source
+    out, config = tmp_path / "out", folder / "config.json"
     model = AutoModelForCausalLM.from_pretrained(folder)
-    model.save_pretrained(tmp_path / "out", max_shard_size="5KB")
-    before = weights_in(tmp_path / "out")
-    keep_mtp_head(model, tmp_path / "out")
-    assert weights_in(tmp_path / "out").keys() == before.keys() | head.keys()
+    model.save_pretrained(tmp_path / "shards", max_shard_size="5KB")
+    before = weights_in(tmp_path / "shards")
+    keep_mtp_head(model, tmp_path / "shards")
+    assert weights_in(tmp_path / "shards").keys() == before.keys() | head.keys()
+    model.save_pretrained(out)
+    text = config.read_text()
+    config.write_text(json.dumps({**json.loads(text), "quantization_config": {"quant_method": "fp8"}}))
+    assert "is not kept: it is stored quantised" in str(keep_mtp_head(model, out))
+    config.write_text(text)
+    model.resize_token_embeddings(VOCAB + 8)
+    assert "is not kept: hidden size, vocabulary or layers have changed" in str(keep_mtp_head(model, out))
+    config.unlink()
+    assert "is not kept" in str(keep_mtp_head(model, out))
+    shutil.rmtree(folder)
+    for name in (str(folder), "gone", "no name of a hub's"):
+        model.config._name_or_path = name
+        assert "is not kept" in str(keep_mtp_head(model, out))
+    assert (out / ONE_FILE).is_file() and not (out / SHARD).exists()
 
 
 def test_layers_that_a_pattern_names_by_chance_are_no_head(tmp_path):

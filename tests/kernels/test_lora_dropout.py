@@ -97,7 +97,7 @@ def test_philox(seed, counter, want):
     assert [int(x) for x in numbers] == want
 
 
-@pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
 def test_masks_are_independent_of_each_other(p):
     """The rate, in all and in each row and column, and no correlation with neighbours, other adapters or seeds."""
     shape, threshold = (1500, 800), round(p * LEVELS)
@@ -179,7 +179,7 @@ def test_lora_mlp(triton_fp32, same_seed, packed, dtype, of_gate):
 @pytest.mark.parametrize("slots", [1, 4])
 def test_slots(triton_fp32, slots):
     """Adapters whose matrices are sums of several, slot after slot of all of them: what split factors take."""
-    rows, columns, adapters = 70, 100, ((5, 3277, 0.7), (5, 3277, 0.7), (7, 30000, 0.7), (40, 30000, 2.0))
+    rows, columns, adapters = 35, 60, ((5, 3277, 0.7), (5, 3277, 0.7), (7, 30000, 0.7), (40, 30000, 2.0))
     seed, total = draw_seed(torch.zeros(1, device=TRITON_DEVICE)), sum(rank for rank, *_ in adapters)
     draw = functools.partial(normal, spread=2.0, like=triton_fp32)
     x, dx = (draw(rows, columns, seed=i) for i in (0, 1))

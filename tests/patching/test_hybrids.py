@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import build
 from packed import documents, packed
+from quick_cases import slow_but
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -45,6 +46,7 @@ MAMBA = {
     "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "mamba", "hybrid"]},
 }
 ALL = FAMILIES | MAMBA
+QUICK = ("lfm2", "qwen3_5_text", "olmo_hybrid", "granitemoehybrid", "zamba2")  # one for each way through our code
 RULED = [name for name, overrides in FAMILIES.items() if overrides is DELTA]
 RULE = "torch_chunk_gated_delta_rule"
 
@@ -102,7 +104,7 @@ def scanning(family):
     return model, len(scans)
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", slow_but(ALL, *QUICK))
 def test_unpacked_rows_are_as_before(with_rule, family):
     if family in MAMBA:
         model, scans = scanning(family)
@@ -111,7 +113,7 @@ def test_unpacked_rows_are_as_before(with_rule, family):
         assert assert_as_before(with_rule(family, None))["causal conv"] == 1
 
 
-@pytest.mark.parametrize("family", ["lfm2", "lfm2_moe", *MAMBA])
+@pytest.mark.parametrize("family", slow_but(["lfm2", "lfm2_moe", *MAMBA], "lfm2", *(set(QUICK) & set(MAMBA))))
 def test_packed_rows_are_the_sum_over_documents(family):
     model = scanning(family)[0] if family in MAMBA else tiny(family)
     rows = [row + 4 for row in documents(LENGTHS, 50)]

@@ -291,8 +291,7 @@ def test_half_precision_within_twice_pefts_error(adapters, autocast):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("kind", ["nf4", "nested nf4", "fp4"])
+@pytest.mark.parametrize(("kind", "checkpointed"), by_turns(["nf4", "nested nf4", "fp4"], [False, True]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_qlora(dtype, kind, checkpointed, calls, request, monkeypatch):
     """A 4-bit base: the same loss and gradients, and nf4 weights are unpacked into one memory by our kernel."""

@@ -64,8 +64,8 @@ CASES = {
     "simpo, adapters on the head": ("cpo", {"loss_type": "simpo", "cpo_alpha": 0.3, "peft_config": ON_THE_HEAD}),
 }
 # KTO shares DPO's path through our code, RLOO GRPO's.
-QUICK = ("sft, our layers", "dpo, adapters", "dpo, our layers", "kto", "grpo, entropy bonus", "grpo, our layers",
-         "distillation, our layers", "orpo", "orpo, adapters", "cpo, scaled logits", "simpo")  # fmt: skip
+QUICK = ("sft, our layers", "dpo, adapters", "dpo, our layers", "grpo, entropy bonus", "grpo, our layers",
+         "distillation, our layers", "orpo, adapters", "cpo, scaled logits", "simpo")  # fmt: skip
 
 
 def replaced():
