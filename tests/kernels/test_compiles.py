@@ -45,8 +45,8 @@ def launches_of(sm: int) -> dict:
     return dataclasses.asdict(_tuning.ARCHITECTURES[divmod(sm, 10)]) | {"name": ""}
 
 
-# Ada launches what GA10x does, and Triton goes one way for both: only slowly tried, as long as that is so.
-LAUNCH_THE_SAME = [89] if launches_of(89) == launches_of(86) else []
+# Ada and GB20x launch what GA10x does, and Triton lays out the same bytes: only slowly tried, as long as that is so.
+LAUNCH_THE_SAME = [sm for sm in (89, 120) if launches_of(sm) == launches_of(86)]
 
 
 def lines_of(words: str) -> list[dict]:
