@@ -54,6 +54,13 @@ def step(**options: Any) -> StepSpec:
 LORA = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0)
 
 
+@functools.cache
+def simulated(peft: bool = False, bits: int | None = None) -> Any:
+    """What several tests read: a step on all weights, or on adapters, maybe over quantised weights."""
+    student = ModelSpec(config_of(**WIDE), torch.float32, bits=bits)
+    return simulate(step(student=student, peft=LORA if peft else None))
+
+
 def parts(memory, phase: str):
     return memory.peaks[phase].parts
 
@@ -85,9 +92,8 @@ def test_the_tracker_counts_storages_once_until_they_are_freed():
 
 
 def test_parts_of_full_training_are_what_is_known_of_them():
-    spec = step()
-    memory = simulate(spec)
-    size = weights(spec)
+    memory = simulated()
+    size = weights(step())
     at_step = parts(memory, "optimizer")
     assert at_step["student weights"] == pytest.approx(size, rel=0.001)  # and the rotary frequencies
     assert at_step["gradients"] == size
@@ -135,21 +141,10 @@ def test_the_backward_of_a_delta_rule_has_the_states_and_the_tokens_of_all_chunk
     assert packed - plain == pytest.approx(of_chunks, rel=0.1)  # each of 32 documents may have a chunk more
 
 
-def test_activations_grow_with_rows_and_with_layers():
-    def activations(rows, layers):
-        config = config_of(**{**WIDE, "num_hidden_layers": layers})
-        return parts(simulate(step(student=ModelSpec(config, torch.float32), rows=rows)), "loss")["activations"]
-
-    rows, layers = 4, 4
-    few, more, most = activations(2, 1), activations(2, 2), activations(rows, layers)
-    layer = more - few
-    assert most == pytest.approx(rows / 2 * (few + (layers - 1) * layer), rel=0.02)
-
-
 @pytest.mark.parametrize(
     "family, adapted, remade",
     [
-        ("qwen3", False, 0), ("qwen3", False, 1), ("llama_tied", True, 0), ("llama_tied", True, 2),
+        ("qwen3", False, 0), ("qwen3", False, 1), ("llama_tied", True, 2),
         pytest.param("gpt2", False, 0, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -187,14 +182,6 @@ def test_what_the_forward_keeps_is_what_a_real_patched_model_saves(family, adapt
     assert kept[0] == pytest.approx(sum(saved.values()), rel=0.02)  # the labels, the loss itself
 
 
-@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
-def test_mlps_made_again_keep_neither_gate_nor_up(peft):
-    peaks = [parts(simulate(step(peft=peft, remake_every=every)), "loss")["activations"] for every in (0, 2, 1)]
-    gate_and_up = 2 * 2 * 128 * WIDE["intermediate_size"] * 4
-    assert peaks[0] - peaks[1] == pytest.approx(gate_and_up, rel=0.02)
-    assert peaks[1] - peaks[2] == pytest.approx(gate_and_up, rel=0.02)
-
-
 def test_autocast_copies_each_weight_of_a_product_once_but_those_that_an_op_casts():
     spec = step(autocast=torch.bfloat16)
     layers = {name: m for name, m in built(spec).named_modules() if isinstance(m, torch.nn.Linear)}
@@ -222,34 +209,25 @@ def test_checkpointing_lora_and_quantised_weights_take_less():
 
 def test_weights_in_4_bits_are_unpacked_into_memory_of_the_largest(monkeypatch):
     monkeypatch.setattr("liger_trainer.extras.estimate.simulate._round_adapters", lambda model: None)  # alike in both
-    spec = step(peft=LORA)
-    packed = simulate(step(peft=LORA, student=dataclasses.replace(spec.student, bits=4)))
-    largest = 4 * spec.student.config.hidden_size * spec.student.config.intermediate_size
-    for phase, peak in simulate(spec).peaks.items():
+    packed = simulate(step(peft=LORA, student=dataclasses.replace(step().student, bits=4)))
+    largest = 4 * WIDE["hidden_size"] * WIDE["intermediate_size"]
+    for phase, peak in simulated(peft=True).peaks.items():
         assert parts(packed, phase)["activations"] - peak.parts["activations"] == largest, phase
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts_in_4_bits_take_their_codes_and_one_layer_unpacked(family):
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 4}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 2}
     config = transformers.AutoConfig.for_model(
         family, **sizes, vocab_size=VOCAB, num_experts=8, num_local_experts=8, num_experts_per_tok=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64,
     )  # fmt: skip
     peft = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    how: Any = {"peft": peft, "rows": 1, "length": 8, "cuda_graphs": "never"}
     plain, packed = (
-        simulate(
-            step(
-                student=ModelSpec(config, torch.bfloat16, experts=each),
-                peft=peft,
-                rows=1,
-                length=8,
-                cuda_graphs="never",
-            )
-        )
-        for each in (None, 0.5625)
+        simulate(step(student=ModelSpec(config, torch.bfloat16, experts=each), **how)) for each in (None, 0.5625)
     )
-    numbers = 4 * 8 * 3 * 256 * 512
+    numbers = 2 * 8 * 3 * 256 * 512
     assert packed.parameters == plain.parameters and packed.trainable == plain.trainable
     saved = parts(plain, "loss")["student weights"] - parts(packed, "loss")["student weights"]
     assert saved == pytest.approx((2 - 0.5625) * numbers, rel=0.01)
@@ -259,11 +237,7 @@ def test_experts_in_4_bits_take_their_codes_and_one_layer_unpacked(family):
 
 def test_adapters_over_a_quantised_base_are_bf16():
     """As TRL makes them, however many there are."""
-    spec = step(peft=LORA)
-    plain, packed = (
-        parts(simulate(dataclasses.replace(spec, student=dataclasses.replace(spec.student, bits=bits))), "optimizer")
-        for bits in (None, 4)
-    )
+    plain, packed = (parts(simulated(peft=True, bits=bits), "optimizer") for bits in (None, 4))
     assert packed["adapter weights"] * 2 == plain["adapter weights"]
     assert packed["optimizer state"] * 2 == pytest.approx(plain["optimizer state"], rel=0.05)  # blocks are rounded up
 
@@ -284,7 +258,7 @@ def test_attention_with_sinks_stores_no_scores_where_it_is_ours(own):
 
 
 def test_quantised_weights_have_others_behind_them():
-    plain, quantises = (simulate(step(peft=None, quantises=on)).peaks["forward"] for on in (False, True))
+    plain, quantises = (memory.peaks["forward"] for memory in (simulated(), simulate(step(quantises=True))))
     behind = quantises.parts["weights behind the quantised"]
     assert quantises.bytes - plain.bytes == behind and 0 < behind < plain.parts["student weights"]
 
@@ -413,7 +387,7 @@ def test_graphs_of_both_models_and_of_small_layers_alone(monkeypatch):
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 def test_a_rollout_takes_what_a_real_one_does(peft):
     """Keys and values of all rows, prompts in one flat row, and the weights under merged adapters."""
-    rows, prompt, completion = 8, 96, 160
+    rows, prompt, completion = 8, 96, 48
     spec = step(peft=peft, rollout=Rollout(rows, prompt, completion))
     memory = simulate(spec)
     plain = simulate(dataclasses.replace(spec, rollout=None))
@@ -466,7 +440,7 @@ def test_nothing_is_left_behind():
 
 
 def test_shares_of_several_processes():
-    memory = simulate(step())
+    memory = simulated()
     alone, ddp = (sharding.per_process(memory) for sharding in (Sharding(), Sharding("DDP", 4, buckets=True)))
     plain = alone["optimizer"]  # in the loss there are no gradients yet, but their buckets
     assert ddp["optimizer"].bytes == pytest.approx(plain.bytes, abs=BLOCK * 100)
@@ -575,12 +549,10 @@ def test_the_command(project, capsys):
     assert found["graphs_mib"] and _json(capsys, "cuda_graphs=never")["graphs_mib"] is None
     always = _json(capsys, "cuda_graphs=always")
     assert always["parts_mib"]["CUDA graphs"] == pytest.approx(found["graphs_mib"]) == always["graphs_mib"]
-    for engine, records in (("ddp", True), ("fsdp2", True), ("fsdp1", False), ("zero3", False)):
+    for engine, records in (("fsdp2", True), ("zero3", False)):
         assert bool(_json(capsys, f"accelerate_config={engine}")["graphs_mib"]) is records
     auto = _json(capsys, "--gpu", "H100 80GB", "accelerate_config=auto", "num_processes=2")
     assert auto["sharding"]["name"] == "DDP"
-    small = _json(capsys, "--gpu", "0.69GB", "accelerate_config=auto", "num_processes=2")
-    assert small["sharding"]["name"] == "FSDP"
     assert "auto is FSDP2" in estimated(capsys, "--gpu", "0.69GB", "accelerate_config=auto", "num_processes=2")[1]
     assert "CUDA graphs would take" in estimated(capsys, "--gpu", "H100 80GB")[1]
 

@@ -69,23 +69,19 @@ def by_definition(folder: Path, family: str, rows: list[tuple[list[int], list[in
     return total.item(), {n: g for n, g in zip(weights, gradients, strict=True) if g is not None}
 
 
-def test_loss_and_gradients_are_those_of_the_definition(family, tmp_path):
-    source = save_family(tmp_path, family)
+def test_loss_and_gradients_are_those_of_the_definition_and_names_and_layout_those_of_the_source(
+    family, tmp_path, capsys
+):
+    source = save_family(tmp_path / "source", family)
     first = FirstGradients()
-    trainer = trained(sft(str(source), data=completions(4), callbacks=[first], **RUN))
-    rows = [(row["input_ids"], row["labels"]) for row in trainer.train_dataset]
-    batch = trainer.data_collator(list(trainer.train_dataset))
-    divisor = int(trainer._get_num_items_in_batch([batch], trainer.args.device))
+    trainer = trained(sft(str(source), data=completions(4), callbacks=[first], **RUN, output_dir=str(tmp_path / "out")))
+    rows, divisor = rows_of(trainer)
     tokens = sum(label != -100 for _, labels in rows for label in labels[2:])
     total, want = by_definition(source, family, rows, divisor)
     assert logged(trainer, "mtp_loss") == [pytest.approx(total / tokens, rel=1e-5)]
     ours = {name.removeprefix("mtp."): value for name, value in first.values.items() if name.startswith("mtp.")}
     assert_same_gradients(ours, {name: WEIGHT * gradient for name, gradient in want.items()}, rtol=1e-4)
 
-
-def test_a_saved_head_has_the_names_and_layout_of_the_source(family, tmp_path, capsys):
-    source = save_family(tmp_path / "source", family)
-    trainer = trained(sft(str(source), data=completions(4), output_dir=str(tmp_path / "out"), **RUN))
     trainer.save_model()
     assert "is kept" not in capsys.readouterr().out and not (tmp_path / "out" / INDEX).exists()
     before, after = load_file(source / ONE_FILE), load_file(tmp_path / "out" / ONE_FILE)
@@ -101,17 +97,29 @@ def test_a_saved_head_has_the_names_and_layout_of_the_source(family, tmp_path, c
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items()) and ours.keys() == theirs.keys()
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"], indirect=True)
-def test_a_resumed_training_goes_on_with_its_head(family, tmp_path):
-    """Files have the experts of both one by one."""
-    source = save_family(tmp_path / "source", family)
-    options = {**RUN, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "out")}
+def rows_of(trainer: Any) -> tuple[list[tuple[list[int], list[int]]], int]:
+    """Tokens and labels, and what a step over all of them divides by."""
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    rows = [(row["input_ids"], row["labels"]) for row in trainer.train_dataset]
+    return rows, int(trainer._get_num_items_in_batch([batch], trainer.args.device))
+
+
+def assert_resumes(source: Path, **options: Any) -> Any:
+    """From the second of four steps on as without the stop; return the trainer."""
+    options = {**options, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     whole, resumed = (
         trained(sft(str(source), data=completions(16), **options), checkpoint)
-        for checkpoint in (None, str(tmp_path / "out" / "checkpoint-2"))
+        for checkpoint in (None, f"{options['output_dir']}/checkpoint-2")
     )
     want = whole.model.state_dict()
     assert all(torch.equal(weight, want[name]) for name, weight in resumed.model.state_dict().items())
+    return resumed
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"], indirect=True)
+def test_a_resumed_training_goes_on_with_its_head(family, tmp_path):
+    """Files have the experts of both one by one."""
+    assert_resumes(save_family(tmp_path / "source", family), **RUN, output_dir=str(tmp_path / "out"))
 
 
 DRAFTERS = [family for family in ("deepseek_v3", "glm4_moe", "mellum") if family in FAMILIES]
@@ -178,9 +186,7 @@ def test_the_head_learns_beside_an_adapter(adapted, tmp_path):
     family, source, options = adapted
     first = FirstGradients()
     trainer = trained(sft(str(source), data=completions(4), callbacks=[first], **options))
-    rows = [(row["input_ids"], row["labels"]) for row in trainer.train_dataset]
-    batch = trainer.data_collator(list(trainer.train_dataset))
-    _, want = by_definition(source, family, rows, int(trainer._get_num_items_in_batch([batch], trainer.args.device)))
+    _, want = by_definition(source, family, *rows_of(trainer))
     beginning = "base_model.model.mtp."
     ours = {n.removeprefix(beginning): value for n, value in first.values.items() if n.startswith(beginning)}
     assert_same_gradients(ours, {name: WEIGHT * gradient for name, gradient in want.items()}, rtol=1e-4)
@@ -215,40 +221,27 @@ def test_the_head_of_an_adapter_is_beside_it_and_merged_with_it(adapted, tmp_pat
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
 
 
-def test_a_resumed_training_of_an_adapter_goes_on_with_its_head(adapted, tmp_path):
+def test_a_resumed_training_of_an_adapter_goes_on_with_its_head(adapted):
     _, source, options = adapted
-    options = {**options, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "gradient_checkpointing": True}
-    whole, resumed = (
-        trained(sft(str(source), data=completions(16), **options), checkpoint)
-        for checkpoint in (None, str(tmp_path / "out" / "checkpoint-2"))
-    )
-    want = whole.model.state_dict()
-    assert all(torch.equal(weight, want[name]) for name, weight in resumed.model.state_dict().items())
+    resumed = assert_resumes(source, **options, gradient_checkpointing=True)
     assert any("mtp." in name for name, p in resumed.model.named_parameters() if p.requires_grad)
 
 
-REFUSED = {
-    "two layers": {"mtp.layers.1.mlp.gate.weight": torch.ones(4, 32)},
-    "other names": {"model.mtp_block.0.norm.weight": torch.ones(32)},
+GONE = "mtp.layers.0.mlp.experts.1.up_proj.weight"
+REFUSED = {  # weights more or less, and what is said
+    "two layers": ({"mtp.layers.1.mlp.gate.weight": torch.ones(4, 32)}, r"mtp\.layers\.1\.mlp\.gate\.weight"),
+    "other names": ({"model.mtp_block.0.norm.weight": torch.ones(32)}, r"model\.mtp_block\.0\.norm\.weight"),
+    "an expert that is missing": ({GONE: None}, "experts.*"),
 }
 
 
-@pytest.mark.parametrize("more", REFUSED)
-def test_heads_of_another_form_are_refused(more, tmp_path, monkeypatch):
+@pytest.mark.parametrize("case", REFUSED)
+def test_heads_of_another_form_are_refused(case, tmp_path, monkeypatch):
     model = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model("qwen3_next"))]
     monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", ["mtp"])
     source = save_family(tmp_path, "qwen3_next")
-    stored = load_file(source / ONE_FILE)
-    save_file(stored | REFUSED[more], source / ONE_FILE, metadata={"format": "pt"})
-    name = next(iter(REFUSED[more])).replace(".", r"\.")
-    with pytest.raises(ConfigError, match=f"and {name} of Qwen3NextForCausalLM's differs"):
-        sft(str(source), data=completions(4), **RUN)
-
-
-def test_an_expert_that_is_missing_is_refused(tmp_path):
-    source = save_family(tmp_path, "qwen3_next")
-    stored = load_file(source / ONE_FILE)
-    del stored["mtp.layers.0.mlp.experts.1.up_proj.weight"]
+    change, said = REFUSED[case]
+    stored = {name: weight for name, weight in (load_file(source / ONE_FILE) | change).items() if weight is not None}
     save_file(stored, source / ONE_FILE, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="experts.* of Qwen3NextForCausalLM's differs"):
+    with pytest.raises(ConfigError, match=f"{said} of Qwen3NextForCausalLM's differs"):
         sft(str(source), data=completions(4), **RUN)

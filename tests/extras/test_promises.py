@@ -14,7 +14,7 @@ from liger_trainer.config.schema import Hardware, built_in_configs, needs_of
 from liger_trainer.extras.estimate.estimator import estimate, gpu_named
 
 NAMES = list(built_in_configs())
-SAMPLE = {"llama3/sft_full_1b", "qwen3/distill_cached_0.6b"}  # one whose capture takes more than its training
+SAMPLE = {"qwen3/distill_cached_0.6b"}  # whose capture takes more than its training
 TOO_MUCH, ROUNDED = 1.15, 1  # times and GB that a promise may be above the estimate: it shall not turn people away
 DEMO, TUNED_DEMO = "demo:smollm2-135m-instruct", "outputs/smollm2/sft_task"
 PROCESS_MIB = 1200  # of Python and torch, which a run on a CPU has beside its tensors

@@ -150,17 +150,27 @@ def test_merged_adapters_that_are_switched_off_do_not_write():
         assert rollouts.complete(prompts, 0) == want != merged
 
 
-def test_adapters_weights_come_back_after_an_error(monkeypatch):
+FAILURES = {  # of which method, and what comes of it
+    "an error in between": (lambda rollouts, _: (rollouts, "_decode"), RuntimeError, "no more"),
+    "no merge": (lambda _, model: (model.model.layers[1].mlp.up_proj, "merge"), NotServed, "cannot be merged .no more"),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_adapters_weights_come_back_after_an_error(monkeypatch, case):
     model = get_peft_model(tiny_model("qwen3"), LoraConfig(target_modules="all-linear", init_lora_weights=False))
     before, rollouts = {n: p.clone() for n, p in model.named_parameters()}, Rollouts(model, settings(), None)
+    of, error, said = FAILURES[case]
+    calls = []
 
     def fails(*_, **__):
+        calls.append(1)
         raise RuntimeError("no more")
 
-    monkeypatch.setattr(rollouts, "_decode", fails)
-    with pytest.raises(RuntimeError, match="no more"):
+    monkeypatch.setattr(*of(rollouts, model.base_model.model), fails)
+    with pytest.raises(error, match=said):
         rollouts.complete(prompts_of(), 0)
-    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert calls and all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -233,21 +243,6 @@ def test_what_the_memory_does_not_hold_waits(monkeypatch):
     monkeypatch.setattr(rollouts_file, "free_memory", lambda _: 0)
     with pytest.raises(NotServed, match="lacks the memory"):
         Rollouts(model, how, None).complete(prompts, 0)
-
-
-def test_adapters_that_cannot_be_merged_are_not_served(monkeypatch):
-    model = get_peft_model(tiny_model("qwen3"), LoraConfig(target_modules="all-linear", init_lora_weights=False))
-    before = {n: p.clone() for n, p in model.named_parameters()}
-    layer, calls = model.base_model.model.model.layers[1].mlp.up_proj, []
-
-    def merge(*_, **__):
-        calls.append(1)
-        raise NotImplementedError("not of this kind")
-
-    monkeypatch.setattr(layer, "merge", merge)
-    with pytest.raises(NotServed, match="adapters cannot be merged .not of this kind"):
-        Rollouts(model, settings(), None).complete(prompts_of(), 0)
-    assert calls and all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
 class CannotRecord(RunsAgain):

@@ -12,11 +12,11 @@ from liger_trainer.patching.layers.mlps import REMADE
 from liger_trainer.patching.patcher import patch, patched_record
 
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
-LAYERS, INNER = 4, 48
+LAYERS, INNER = 2, 48
 
 
 def trainer_of(model, **options) -> LigerTrainer:
-    return sft(model, config=LigerConfig, max_steps=2, **options)
+    return sft(model, config=LigerConfig, max_steps=2, per_device_train_batch_size=2, **options)
 
 
 def trained(memory: str, adapters) -> tuple[list[float], dict[str, torch.Tensor], int, int]:

@@ -63,7 +63,7 @@ def make(rows, template=None, config: type[SFTConfig] = LigerConfig, **options):
 NAMES = sorted(TEMPLATES.keys() - OF_PARTS - NOT_ALIKE)
 
 
-@pytest.mark.parametrize("name", slow_but(NAMES, *NAMES[::2]))
+@pytest.mark.parametrize("name", slow_but(NAMES, *NAMES[::4]))
 def test_text_is_that_of_the_template_and_marks_are_trls(name):
     template = TEMPLATES[name]
     marked = marked_template(template, "content", answers_only=True)

@@ -106,15 +106,14 @@ def supervised(chats: list, template: str, **options) -> list[str]:
     return [tokenizer.decode([i for i in row["labels"] if i != -100]) for row in trainer.train_dataset]
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"loss": False}, {"training": False}, {"loss_weight": 0.0}])
 @pytest.mark.parametrize(
-    ("template", "options", "learned"),
+    ("mark", "template", "options", "learned"),
     [
-        (MARKED, {"assistant_only_loss": True}, "w3"),
-        (BARE, {"assistant_only_loss": True, "supervised_part": "content"}, "w3"),
-        (BARE, {}, "<user> w1 <user> w1 <assistant> w3"),
+        ({"weight": 0}, MARKED, {"assistant_only_loss": True}, "w3"),
+        ({"loss": False}, BARE, {"assistant_only_loss": True, "supervised_part": "content"}, "w3"),
+        ({"training": False}, BARE, {}, "<user> w1 <user> w1 <assistant> w3"),
+        ({"loss_weight": 0.0}, MARKED, {"assistant_only_loss": True}, "w3"),
     ],
-    ids=["marked", "content", "all"],
 )
 def test_a_marked_message_is_not_learned(mark, template, options, learned):
     chats = [answered({"content": "w2", **mark}, {"content": "w3", **dict.fromkeys(mark, 1)})] * 2

@@ -55,7 +55,7 @@ def with_projectors(**options):
 
 
 @pytest.mark.parametrize(
-    ("make", "most"), [*((make, most) for make in (sft, distill) for most in (0.05, 0.0, 1e9)), (with_projectors, 0.05)]
+    ("make", "most"), [(sft, 0.05), (sft, 0.0), (sft, 1e9), (distill, 0.05), (with_projectors, 0.05)]
 )
 def test_as_torch(monkeypatch, make, most):
     got = ended(make(**{**RUN, "max_grad_norm": most}), OneLaunchAdamW)

@@ -1,5 +1,6 @@
 """What subclasses make of the loss is what is trained, logged, evaluated and chosen by."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -40,18 +41,24 @@ def make(base: Any, change: Any = None, **options) -> Any:
     return (distill if base is LigerDistillTrainer else sft)(cls=Changed, **options)
 
 
+@functools.cache
+def losses(base: Any, change: Any = None) -> dict[str, float]:
+    """Of a training, an evaluation, one by another name and a prediction; and the perplexity of the evaluation."""
+    trainer = trained(make(base, change))
+    evaluated = trainer.evaluate()
+    return {
+        "trained": trainer.state.log_history[0]["loss"], "evaluated": evaluated["eval_loss"],
+        "named": trainer.evaluate(metric_key_prefix="rows")["rows_loss"],
+        "predicted": trainer.predict(trainer.eval_dataset).metrics["test_loss"],
+        "perplexity": evaluated["eval_perplexity"],
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("base", [LigerTrainer, LigerDistillTrainer])
 @pytest.mark.parametrize("change", [takes_outputs, passes_it_on, twice])
 def test_what_a_subclass_adds_is_in_every_loss(base, change):
-    plain, changed = trained(make(base)), trained(make(base, change))
-    for of in (
-        lambda trainer: trainer.state.log_history[0]["loss"],
-        lambda trainer: trainer.evaluate()["eval_loss"],
-        lambda trainer: trainer.evaluate(metric_key_prefix="rows")["rows_loss"],
-        lambda trainer: trainer.predict(trainer.eval_dataset).metrics["test_loss"],
-    ):
-        assert of(changed) == pytest.approx(of(plain) + ADDED, rel=1e-5)
-    assert changed.evaluate()["eval_perplexity"] == pytest.approx(plain.evaluate()["eval_perplexity"])
+    want = {name: loss + ADDED * (name != "perplexity") for name, loss in losses(base).items()}
+    assert losses(base, change) == pytest.approx(want, rel=1e-5)
 
 
 def test_what_a_subclass_makes_of_an_evaluated_batch_counts_too():

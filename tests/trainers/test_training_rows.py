@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from datasets import Dataset
+from quick_cases import by_turns
 from tiny import WORDS
 from torch.utils.data import DataLoader
 from trainings import logged, sft, trained
@@ -51,8 +52,7 @@ def test_an_epoch_goes_on_with_the_rows_that_it_has_not_shown(tmp_path, strategy
     assert orders[0] != orders[1] and all(set(Counter(order).values()) == {1} for order in orders)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-@pytest.mark.parametrize("shuffles", [False, True])
+@pytest.mark.parametrize(("accumulation", "shuffles"), by_turns([1, 2, 3], [False, True]))
 def test_a_stream_that_begins_again_fills_each_step_and_goes_on(tmp_path, accumulation, shuffles):
     rows = ROWS.select(range(10)).to_iterable_dataset()
     rows = rows.shuffle(seed=3, buffer_size=10) if shuffles else rows
