@@ -219,12 +219,6 @@ def test_wrong_options_are_named(words, message):
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize("options", [{"top_p": 2}, {"num_rows": 2.5}, {"held_out_ngram": 5}, {"dtype": "int8"}])
-def test_wrong_options_are_named_in_python(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        GenerateOptions(**options)
-
-
 def test_a_server_is_asked_for_what_a_model_would_be(teacher, prompts, tmp_path):
     def answered(request):
         return {"choices": [{"text": " w1 w2 \udc00", "finish_reason": "stop"}], "usage": {"completion_tokens": 3}}

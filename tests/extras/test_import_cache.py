@@ -1,6 +1,7 @@
 """Records of vLLM and DistillKit become a teacher cache that equals our own capture of the same model."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -270,6 +271,13 @@ def test_places_that_list_fewer(ours, tmp_path):
         imported(tmp_path / "c", write_lines(tmp_path / "a.jsonl", rows), cache_entries=9)
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """What DistillKit records of four rows."""
+    rows = [distillkit_row(teacher_model(), ids, EXACT) for ids in token_rows(completions(4))]
+    return write_distillkit(tmp_path_factory.mktemp("four") / "d", rows, EXACT)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -281,12 +289,14 @@ def test_places_that_list_fewer(ours, tmp_path):
         ({"polynomial_terms": ["sin"]}, "polynomial_terms are powers, or sqrt, exp"),
     ],
 )
-def test_distillkits_compression_that_is_not_the_records(tmp_path, change, message):
-    rows = [distillkit_row(teacher_model(), ids, EXACT) for ids in token_rows(completions(4))]
-    folder = write_distillkit(tmp_path / "d", rows, EXACT)
+def test_distillkits_compression_that_is_not_the_records(four, tmp_path, change, message):
     (tmp_path / "other.yaml").write_text(yaml.safe_dump({"teacher": {"logprob_compressor": {**EXACT, **change}}}))
     with pytest.raises(ConfigError, match=message):
-        imported(tmp_path / "c", folder, "distillkit", completions(4), tmp_path / "other.yaml")
+        imported(tmp_path / "c", four, "distillkit", completions(4), tmp_path / "other.yaml")
+
+
+def test_distillkits_compression_in_another_file(four, tmp_path):
+    folder = Path(shutil.copytree(four, tmp_path / "d"))
     (folder / "compression_config.yaml").unlink()
     with pytest.raises(ConfigError, match="compression_config.yaml is not there"):
         imported(tmp_path / "d2", folder, "distillkit", completions(4))

@@ -122,8 +122,3 @@ def test_the_collator_of_trls_gkd(folder):
     settings = {"model_name_or_path": "model", "teacher_model_name_or_path": "model", "dataset_name": "rows.json"}
     result = converted("trl", yaml.safe_dump({**settings, "lmbda": 0.5}), folder)
     assert supervised_here(result, folder) == named(theirs)
-
-
-def test_marks():
-    tokens = [("a", True), ("b", True), ("c", False), ("d", True)]
-    assert marked(tokens) == "a⟦b⟧c⟦d⟧"

@@ -54,8 +54,8 @@ def generated(model, prompts, how):
 def test_greedy_texts_are_those_of_generate(family, device, recorder):
     """Ends at different lengths, in one batch, with rows that wait, and again after the weights have changed."""
     model, prompts = tiny_model(family).to(device), prompts_of()
-    endless = generated(model, prompts, settings(eos_token_id=None))
-    how = settings(eos_token_id=[endless[2][4], endless[5][1]])
+    endless = generated(model, prompts, settings(max_new_tokens=8, eos_token_id=None))
+    how = settings(max_new_tokens=8, eos_token_id=[endless[2][4], endless[5][1]])
     want = generated(model, prompts, how)
     assert len(want[2]) <= 5 and len(want[5]) <= 2
     patch(model)
@@ -86,7 +86,7 @@ def test_draws_follow_from_seed_and_prompt_and_from_nothing_else():
 def test_filters_keep_the_tokens_that_generate_keeps(how):
     model, prompt = tiny_model("qwen3"), prompts_of((6,))[0]
     options = {"do_sample": True, "temperature": 1.5, "eos_token_id": None, "max_new_tokens": 1, "top_k": 0, **how}
-    drawn = Rollouts(model, settings(**options), None).complete([prompt] * 400, seed=0)
+    drawn = Rollouts(model, settings(**options), None).complete([prompt] * 200, seed=0)
     scores = model(torch.tensor([prompt])).logits[:, -1].float() / 1.5
     for warp in model._get_logits_processor(settings(**options), 1, None, None, None):
         if "Temperature" not in type(warp).__name__:

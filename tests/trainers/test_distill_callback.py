@@ -117,7 +117,7 @@ def ours(name):
     "make, name",
     [
         (sft, "accumulation"), pytest.param(sft, "bf16", marks=pytest.mark.slow), (sft, "packing"), (sft, "lora"),
-        (plain, "accumulation"), (plain, "bf16"), (plain, "lora"),
+        (plain, "accumulation"), (plain, "bf16"), pytest.param(plain, "lora", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_every_step_and_metric_is_that_of_the_distillation_trainer(make, name):

@@ -12,7 +12,7 @@ import torch
 import yaml
 from commands import call, done, refused, save_models, settings, without_report, write_rows
 from datasets import Dataset, concatenate_datasets
-from quick_cases import slow_but
+from quick_cases import by_turns, slow_but
 from served import served
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from torch.nn.functional import cross_entropy, kl_div
@@ -60,8 +60,7 @@ def assert_close(got, want, factor: float = 1.0, rtol: float = 2e-4):
         assert float((got[name] - factor * value).abs().max()) <= rtol * scale, name
 
 
-@pytest.mark.parametrize("teacher", [None, 7], ids=["sft", "kd"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("teacher", "accumulation"), by_turns([None, 7], [1, 3]), ids=str)
 def test_a_step_is_that_of_plain_torch(teacher, accumulation):
     """In fp64: sum of w l over the tokens of all micro-batches, divided by their number."""
     rng = random.Random(os.urandom(4))
