@@ -557,16 +557,13 @@ KL = {"type": "forward_kl"}
         ("uld", {"losses": [{"type": "uld", "beta": 0.5}]}, "beta"),
         ("alm", {"losses": [{"type": "alm", "beta": 0.5}]}, "beta"),
         ("alm", {"losses": [{"type": "alm", "tau": 0}]}, "losses: alm: tau: expected a number above 0, got 0"),
-        (
-            "alm",
-            {"more": [CE], "label_smoothing_factor": 0.1},
-            "label_smoothing_factor: is not part of the loss with alm",
-        ),
+        ("alm", {"more": [CE], "label_smoothing_factor": 0.1},
+         "label_smoothing_factor: is not part of the loss with alm"),
         ("alm", {"kd_temperature": 2.0}, "kd_temperature: has no effect"),
         ("alm", {"seq_kd": True}, "seq_kd: the teacher's completions would be tokens"),
         ("alm", {"schedules": {"alm_tau": {"to": 0.0}}}, "alm_tau"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_go_with_it(kind, options, message):
     losses = [{"type": kind}, *options.pop("more", [])] if "more" in options else [{"type": kind}]
     with pytest.raises(ValueError, match=message):

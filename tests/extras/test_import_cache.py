@@ -234,13 +234,10 @@ def another_token(rows):
         (at(6, listing("70", -1.0)), ConfigError, "a.jsonl:1 lists token 70, and the student's tokenizer has 64"),
         (at(6, listing("50", 0.4)), DataError, "a.jsonl:1: at place 6, the probabilities add up to .*1 at most"),
         (at(6, all_of(float("nan"))), DataError, "a.jsonl:1: at place 6, the log-probabilities are NaN"),
-        (
-            at(6, all_of(-float("inf"))),
-            DataError,
-            "a.jsonl:1: at place 6, the log-probabilities are NaN, or -inf for every",
-        ),
+        (at(6, all_of(-float("inf"))), DataError,
+         "a.jsonl:1: at place 6, the log-probabilities are NaN, or -inf for every"),
     ],
-)
+)  # fmt: skip
 def test_vllms_records_that_are_refused(ours, tmp_path, change, error, message):
     rows = json.loads(json.dumps(ours[1]))
     change(rows)

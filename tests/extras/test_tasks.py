@@ -104,8 +104,8 @@ def test_exact_match_is_measured_by_the_checker_in_runs_and_eval(folder, capsys,
     """The best checkpoint is chosen by it, the report and the table have it, and `eval` measures the same."""
     monkeypatch.setattr("liger_trainer.extras.report.html.draw", lambda runs, labels: [])
     (folder / "run.yaml").write_text(task(
-        task_config={"size": 200}, max_steps=90, learning_rate=2e-2, per_device_train_batch_size=32,
-        lr_scheduler_type="cosine", eval_strategy="steps", save_strategy="steps", eval_steps=45, save_steps=45,
+        task_config={"size": 200}, max_steps=60, learning_rate=2e-2, per_device_train_batch_size=32,
+        lr_scheduler_type="cosine", eval_strategy="steps", save_strategy="steps", eval_steps=30, save_steps=30,
         load_best_model_at_end=True, metric_for_best_model="exact_match", save_total_limit=1,
     ))  # fmt: skip
     out, _ = done(call(capsys, "run", "run.yaml"))

@@ -209,13 +209,13 @@ COMMANDS = {
     "liger-trainer run smollm2/sft_task": demo("smollm2/sft_task"),
     "liger-trainer schema": Played(),
     "liger-trainer skill": Played(),
-    "liger-trainer selfcheck": Played(extra=("--dtype", "float32")),
     "liger-trainer validate my.yaml max_steps=20": Played(my_yaml()),
 }  # fmt: skip
 GPU = "minutes on a GPU; tests/benchmarks/test_tables.py runs it on small shapes"
 SEVERAL_GPUS = "several GPUs; tests/benchmarks/test_many_gpus.py runs some of it on CPUs"
 PARSED = {
     "liger-trainer schema --write": "writes into the package; tests/project/test_walkthroughs.py runs it in a copy",
+    "liger-trainer selfcheck": "tests/extras/test_selfcheck.py runs it, and all its checks",
     "liger-trainer doctor --all": "minutes; tests/extras/test_doctor.py holds docs/models.md to it",
     "liger-trainer run smollm2/distill_layerdrop '~keep_every_nth_layer' qat=int4 learning_rate=5e-5": (
         "needs torchao; tests/extras/test_qat.py trains by it where it is installed"

@@ -12,23 +12,21 @@ finder = importlib.machinery.PathFinder
 def find_spec(cls, name, *where, known=finder.find_spec):
     return None if name.partition(".")[0] == "trl" else known(name, *where)
 finder.find_spec = classmethod(find_spec)
-found = importlib.metadata.version
+found, of_trl = importlib.metadata.version, None
 def version(name):
-    if name == "trl":
-        RAISE
-    return found(name)
+    if name == "trl" and of_trl is None:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return of_trl if name == "trl" else found(name)
 importlib.metadata.version = version
 """
-ABSENT = WITHOUT.replace("RAISE", "raise importlib.metadata.PackageNotFoundError(name)")
-OLD = WITHOUT.replace("RAISE", "return '1.14.2'")
 TRAINERS = "LigerConfig", "LigerDistillConfig", "LigerDistillTrainer", "LigerTrainer"
 ASK_FOR_TRAINERS = f"""
-import liger_trainer
-for name in {TRAINERS!r}:
-    try:
-        getattr(liger_trainer, name)
-    except liger_trainer.errors.ConfigError as error:
-        print(error)
+for of_trl in (None, "1.14.2"):
+    for name in {TRAINERS!r}:
+        try:
+            getattr(liger_trainer, name)
+        except liger_trainer.errors.ConfigError as error:
+            print(error)
 """
 
 
@@ -65,16 +63,17 @@ trainer = transformers.Trainer(
 trainer.train()
 print("trl" in sys.modules, trainer.state.log_history[-1]["train_loss"] > 0)
 """
-    return run(ABSENT + code + ASK_FOR_TRAINERS).splitlines()
+    return run(WITHOUT + code + ASK_FOR_TRAINERS).splitlines()
 
 
 def test_every_other_name_is_there_and_a_callback_distils(without_trl):
-    assert without_trl[0] == "1" and without_trl[-len(TRAINERS) - 1] == "False True"
+    assert without_trl[0] == "1" and without_trl[-2 * len(TRAINERS) - 1] == "False True"
 
 
 @pytest.mark.parametrize("installed", ["none", "1.14.2"])
 def test_the_trainers_say_in_a_sentence_which_trl_they_need(without_trl, installed):
-    said = without_trl[-len(TRAINERS) :] if installed == "none" else run(OLD + ASK_FOR_TRAINERS).splitlines()
+    absent, old = without_trl[-2 * len(TRAINERS) : -len(TRAINERS)], without_trl[-len(TRAINERS) :]
+    said = absent if installed == "none" else old
     sentence = (
         f"LigerTrainer and LigerDistillTrainer need TRL 1.15 or later, and {installed} is installed: pip install "
         "--upgrade trl. With any TRL, or none, patch(model), enable() and DistillationCallback serve a "
