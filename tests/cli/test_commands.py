@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import commands
 import pytest
+from commands import save_models, write_rows
 from finished_runs import content
 
 import liger_trainer
@@ -317,9 +318,10 @@ def test_auto_chooses_by_what_fits(launched, tmp_path, monkeypatch, capsys, mib,
         monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, value=value: value)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 40)  # the demo's take seconds to be read
-    rows = f"dataset_name={tmp_path / 'rows.jsonl'}"
-    command = launched("run", "smollm2/sft_full", rows, "accelerate_config=auto", *words)
+    write_rows(tmp_path / "rows.jsonl", [{"text": "w1"}] * 40)  # the demo's, and its layers, take seconds
+    save_models(tmp_path, "student", vocab_size=49152, hidden_size=576, intermediate_size=1536)
+    small = (f"dataset_name={tmp_path / 'rows.jsonl'}", f"model_name_or_path={tmp_path / 'student'}")
+    command = launched("run", "smollm2/sft_full", *small, "accelerate_config=auto", *words)
     printed = capsys.readouterr()
     assert said in " ".join((printed.out + printed.err).split())
     if engine:
