@@ -29,13 +29,13 @@ pytest.register_assert_rewrite("tiny", "splits", "trainings", "plain_models")
 # The files that take longest come first, so that at the end no process waits long for another one. The others follow
 # as they were found.
 LONG_FILES = (
-    "test_compiles", "test_promises", "test_estimate", "test_trained_steps", "test_docs", "test_distill_trainer",
-    "test_linear_modes", "test_linear_sparse_divergence", "test_import_cache", "test_server", "test_cross_tokenizer",
-    "test_lora_dropout", "test_report", "test_recipes", "test_linear_divergence", "test_resume_check",
-    "test_cuda_graphs", "test_compile", "test_checkpointing", "test_evaluation", "test_on_policy", "test_sft_trainer",
-    "test_catalogue", "test_packaging", "test_sharded_models", "test_capture", "test_images", "test_cached",
-    "test_unfused_divergences", "test_finite_guard", "test_hidden_cache", "test_distill_callback", "test_labels",
-    "test_sequence_parallel", "test_data_forms", "test_linear_losses",
+    "test_promises", "test_compiles", "test_estimate", "test_linear_modes", "test_linear_losses", "test_without_trl",
+    "test_rollouts", "test_cross_tokenizer", "test_catalogue", "test_step_graphs", "test_commands", "test_recipes",
+    "test_fsdp2_graphs", "test_tasks", "test_mtp_families", "test_import_cache", "test_finite_guard", "test_data_forms",
+    "test_on_policy", "test_server", "test_checkpointing", "test_trained_steps", "test_images", "test_measured_memory",
+    "test_docs", "test_packed_rows", "test_distill_callback", "test_resume_check", "test_distill_trainer",
+    "test_token_ids", "test_labels", "test_cuda_graphs", "test_optimizer", "test_stopping", "test_against_trl",
+    "test_hidden_cache", "test_capture", "test_cached",
 )  # fmt: skip
 
 if not torch.cuda.is_available():

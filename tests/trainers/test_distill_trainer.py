@@ -19,7 +19,7 @@ from trainings import OnStep, a_teacher, distill, logged, trained
 from trl import SFTConfig
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, PatchOptions, patch
-from liger_trainer.errors import ConfigError, DataError
+from liger_trainer.errors import ConfigError
 from liger_trainer.patching.patcher import patched_record
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
@@ -283,8 +283,6 @@ def test_wrong_arguments_of_the_trainer():
         with pytest.raises(ConfigError, match=message):
             LigerDistillTrainer(**{**usual, **given}, train_dataset=completions(), processing_class=tiny_tokenizer())
         assert any(parameter.requires_grad for parameter in adapters.parameters())
-    with pytest.raises(DataError, match="No row of the train dataset has a supervised token"):
-        distill(data=completions(), max_length=1)
 
 
 @pytest.mark.parametrize("form", [dict, lambda outputs: (outputs.logits,)])
