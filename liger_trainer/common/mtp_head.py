@@ -2,9 +2,9 @@
 
 Qwen3.5, DeepSeek-V3, GLM-4.5 and others have layers that predict a further token, with which servers draft. The classes
 of transformers skip them (`_keys_to_ignore_on_load_unexpected`), so a model that was loaded and saved has lost them.
-Here a saved model gets them back, byte by byte, from the files that it was loaded from. Its own files stay as they are:
-an index names them and one more. Servers read by the index; transformers reads a single file without it. A head that
-is trained is part of the model, and saved with it or beside its adapter (extras/mtp.py).
+Here a saved model gets them back, byte by byte, from the files that it was loaded from. An index names its own files
+and one more. A single one gets another name then: by its first transformers would read it without the index. A head
+that is trained is part of the model, and saved with it or beside its adapter (extras/mtp.py).
 
 Source    Gloeckle et al. 2024, arXiv:2404.19737; DeepSeek-V3, arXiv:2412.19437
 """
@@ -24,6 +24,7 @@ from ..plugins import MTP
 from .files import is_path, write_atomically
 
 ONE_FILE, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-mtp.safetensors"
+ONE_OF_SEVERAL = "model-00001-of-00001.safetensors"  # which `save_pretrained` deletes when it saves there again
 # copies that a head may have of the model's parts, by its own names; and what returns these
 COPIES = {"embed_tokens.weight": "get_input_embeddings", "shared_head.head.weight": "get_output_embeddings"}
 _SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
@@ -53,8 +54,11 @@ def keep_mtp_head(model: nn.Module | None, folder: Path, trained: Path | None = 
             tensors |= load_file(trained) | _copies(model, tensors)
         save_file(tensors, folder / SHARD, metadata={"format": "pt"})
         size = sum((folder / file).stat().st_size for file in {*saved.values(), SHARD})
-        index = {"metadata": {"total_size": size}, "weight_map": saved | dict.fromkeys(tensors, SHARD)}
+        places = {name: ONE_OF_SEVERAL if file == ONE_FILE else file for name, file in saved.items()}
+        index = {"metadata": {"total_size": size}, "weight_map": places | dict.fromkeys(tensors, SHARD)}
         write_atomically(folder / INDEX, json.dumps(index, indent=2))
+        if ONE_FILE in saved.values():
+            (folder / ONE_FILE).replace(folder / ONE_OF_SEVERAL)
     except (OSError, ValueError, KeyError, SafetensorError) as error:  # the model itself is saved
         return f"{head} is not kept: {error}"
     if was_trained:

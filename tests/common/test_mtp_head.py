@@ -10,7 +10,7 @@ from tiny import VOCAB, texts, tiny_tokenizer, train_args
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_trainer import LigerConfig, LigerTrainer
-from liger_trainer.common.mtp_head import INDEX, ONE_FILE, SHARD, keep_mtp_head
+from liger_trainer.common.mtp_head import INDEX, ONE_FILE, ONE_OF_SEVERAL, SHARD, keep_mtp_head
 
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -64,7 +64,8 @@ def test_a_trained_model_has_the_head_that_it_was_loaded_with(source, tmp_path, 
     model = trained(folder, tmp_path / "out")
     assert f"is kept as it was ({len(head)} tensors)" in capsys.readouterr().out
     written = weights_in(tmp_path / "out")
-    assert written.keys() == load_file(tmp_path / "out" / ONE_FILE).keys() | head.keys()
+    assert written.keys() == load_file(tmp_path / "out" / ONE_OF_SEVERAL).keys() | head.keys()
+    assert not (tmp_path / "out" / ONE_FILE).exists(), "transformers would not look into the index"
     assert all(
         torch.equal(written[name], tensor) and written[name].dtype == tensor.dtype for name, tensor in head.items()
     )
@@ -73,6 +74,20 @@ def test_a_trained_model_has_the_head_that_it_was_loaded_with(source, tmp_path, 
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
     trained(tmp_path / "out", tmp_path / "later")
     assert weights_in(tmp_path / "later").keys() == written.keys()
+
+
+def test_a_model_is_saved_where_it_was_saved_before(source, tmp_path):
+    folder, head = source
+    model, out = AutoModelForCausalLM.from_pretrained(folder), tmp_path / "out"
+    for _ in range(2):
+        model.save_pretrained(out)
+        keep_mtp_head(model, out)
+        assert {file.name for file in out.glob("model*")} == {ONE_OF_SEVERAL, SHARD, INDEX}
+        assert weights_in(out).keys() >= head.keys()
+        with torch.no_grad():
+            model.get_input_embeddings().weight += 1
+    again = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(again.get_input_embeddings().weight + 1, model.get_input_embeddings().weight)
 
 
 def test_files_in_shards_get_one_more_and_what_does_not_fit_is_left_out(source, tmp_path):

@@ -17,7 +17,7 @@ from trainings import logged, sft, trained
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from liger_trainer import LigerConfig
-from liger_trainer.common.mtp_head import INDEX, ONE_FILE, SHARD
+from liger_trainer.common.mtp_head import INDEX, ONE_FILE, SHARD, keep_mtp_head
 from liger_trainer.errors import ConfigError
 from liger_trainer.extras.mtp import MtpPass
 
@@ -143,6 +143,18 @@ def test_drafts_that_generate_accepts_are_counted_and_become_more(family, tmp_pa
         assert passes == passes_by_our_count(trainer, row, prompt.shape[1])
     (_, before), (row, after) = counts
     assert after <= 0.75 * before <= 0.75 * (row.shape[1] - prompt.shape[1])
+
+
+@pytest.mark.skipif("use_mtp" not in vars(GenerationConfig()), reason="this transformers does not draft by heads")
+@pytest.mark.parametrize("family", DRAFTERS, indirect=True)
+def test_generate_drafts_with_a_head_that_was_kept_as_it_was(family, tmp_path):
+    source = save_family(tmp_path / "source", family)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.save_pretrained(tmp_path / "out")
+    assert "is kept as it was" in str(keep_mtp_head(model, tmp_path / "out"))
+    prompt = torch.tensor([[3, 4, 5, 6]])
+    (row, passes), (again, later) = (passes_of_generate(folder, prompt) for folder in (source, tmp_path / "out"))
+    assert torch.equal(row, again) and passes == later
 
 
 def passes_of_generate(folder: Path, prompt: torch.Tensor, tokens: int = 16) -> tuple[torch.Tensor, int]:
