@@ -28,6 +28,7 @@ PLUGINS = {
     "mamba_scan": "mamba_scan",
     "parallelism_config": "sequence_parallel",
     "rollouts": "rollouts.rollouts",
+    "use_vllm": "vllm_sampler",
     "qat": "qat",
     "mtp": "mtp",
     DEMO: "demo",
@@ -86,7 +87,7 @@ class TrainerPlugin:
         return nullcontext()
 
     def saved(self, trainer: Any, folder: Path) -> None:
-        """Write what belongs to its part beside the model's files, which the first process has written."""
+        """Write what belongs to its part next to the model's files, which the first process has written."""
 
     def loaded(self, trainer: Any, folder: Path) -> None:
         """Read what belongs to its part from a checkpoint, whose weights have been read into the model."""

@@ -26,14 +26,14 @@ from ..compat.sft_trainer import DataCollatorForLanguageModeling, with_lengths
 from ..errors import ConfigError, DataError
 from ..patching.packing.packed_rows import reads_documents
 from ..patching.patcher import base_of
+from ..plugins import load
 from ..teachers.adapters_off import SelfTeacher
 from ..teachers.model import ModelTeacher
 from .config import LigerDistillConfig
-from .decoder import Decoder, Tokens
+from .decoder import Decoder, ModelSampler, Tokens
 from .host import DistillTrainerHost
 from .metrics import TokenMetrics
 from .rows import GENERATION_PROMPT, NO_PROMPT, AllowedIds
-from .samplers import ModelSampler, VLLMSampler
 from .step_graphs import filled_to_a_step
 
 Batch = dict[str, Any]
@@ -161,9 +161,9 @@ class OnPolicy:
         writable = AllowedIds(shared, trainer.teaching.unshared)
         decoder = Decoder(args.sampler, accelerator.autocast)
         self._sampler = ModelSampler(args, trainer.tokenizer, writable, decoder)
-        self._vllm = (
-            VLLMSampler(args, trainer.model, accelerator, trainer.tokenizer, writable) if args.use_vllm else None
-        )
+        self._vllm = None
+        if args.use_vllm:
+            self._vllm = load("use_vllm").VLLMSampler(args, trainer.model, accelerator, trainer.tokenizer, writable)
         self._counts: dict[str, float] = {}
         self._metrics = {"on_policy": TokenMetrics(), "off_policy": TokenMetrics()}
 

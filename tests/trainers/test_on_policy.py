@@ -31,10 +31,10 @@ from liger_trainer import LigerDistillConfig, patch
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.trainers import on_policy as on_policy_file
+from liger_trainer.trainers.decoder import ModelSampler
 from liger_trainer.trainers.on_policy import DATASET, STUDENT, TEACHER, prompts_of, rows_of, sources
 from liger_trainer.trainers.options import NOTHING_SAMPLED
 from liger_trainer.trainers.rows import AllowedIds
-from liger_trainer.trainers.samplers import ModelSampler
 from liger_trainer.trainers.step_graphs import PADDING
 
 EOS = VOCAB - 3

@@ -20,8 +20,8 @@ from trl.generation import vllm_client, vllm_generation
 from liger_trainer import LigerDistillConfig
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.trainers.capture import capture
+from liger_trainer.trainers.decoder import ModelSampler
 from liger_trainer.trainers.rows import AllowedIds, LargestIds
-from liger_trainer.trainers.samplers import ModelSampler
 
 PADDED = 96
 

@@ -11,9 +11,9 @@ from ...common.weights import load_merged
 from ...errors import ConfigError
 from ...secrets import remember_settings
 from ...teachers.fingerprints import sampled_fingerprint
-from ...trainers.decoder import Decoder
+from ...teachers.vocabulary import end_tokens
+from ...trainers.decoder import Decoder, ModelSampler
 from ...trainers.rows import AllowedIds
-from ...trainers.samplers import ModelSampler, end_tokens
 from ..teachers.connection import Connection, ConnectionOptions, key_in
 from .options import GenerateOptions
 

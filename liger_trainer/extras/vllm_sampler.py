@@ -1,69 +1,16 @@
-"""Who samples completions in training: a model of this process (decoder.py), or vLLM."""
+"""`use_vllm`: vLLM samples for the student in training, through TRL's `VLLMGeneration`."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigError
 from ..patching.patcher import base_of
 from ..teachers.vocabulary import end_tokens
-from .config import LigerDistillConfig
-from .decoder import Decoder, Tokens, until_the_end
-from .rows import AllowedIds
-
-
-class ModelSampler:
-    """Samples from models of this process as the configuration says (`Decoder`).
-
-    Args:
-        args: the sampling fields and `temperature`.
-        tokenizer: for the padding and end-of-sequence tokens.
-        writable: the tokens that are sampled; heads are padded beyond them.
-        decoder: keeps what is recorded for a model; default: one for `args.sampler`.
-    """
-
-    def __init__(
-        self, args: LigerDistillConfig, tokenizer: PreTrainedTokenizerBase, writable: AllowedIds,
-        decoder: Decoder | None = None,
-    ):  # fmt: skip
-        self._args, self._tokenizer, self._writable = args, tokenizer, writable
-        self._decoder = decoder or Decoder(args.sampler)
-
-    def sample(self, model: Any, prompts: Sequence[Tokens], seed: int, most_tokens: int | None = None) -> list[Tokens]:
-        """Sample a completion for each prompt, with the token that ended it.
-
-        Args:
-            model: a transformers or PEFT model, unwrapped. Afterwards its modules are in the modes they were in.
-            prompts: token ids, none empty.
-            seed: for the draws; the process's own random numbers stay as they were.
-            most_tokens: of a completion, at most `max_completion_length`, which is the default.
-
-        Raises:
-            ConfigError: `generation_kwargs` that GenerationConfig does not take, or that ask for several completions;
-                `sampler: graphs` with a model that cannot be served.
-        """
-        at_once = self._args.generation_batch_size
-        return self._decoder.complete(model, prompts, self.settings(model), seed, at_once, most_tokens)
-
-    def settings(self, model: Any) -> GenerationConfig:
-        args = self._args
-        assert not isinstance(args.generation_kwargs, str)  # transformers parses JSON in its dict fields
-        chosen = {
-            "do_sample": True, "use_cache": True, "max_new_tokens": args.max_completion_length,
-            "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p,
-            "repetition_penalty": args.repetition_penalty, "cache_implementation": args.cache_implementation,
-            "pad_token_id": self._tokenizer.pad_token_id, "bos_token_id": self._tokenizer.bos_token_id,
-            "eos_token_id": end_tokens(model, self._tokenizer), "disable_compile": True,
-        }  # fmt: skip
-        settings = GenerationConfig()
-        unknown = settings.update(**{**chosen, **(args.generation_kwargs or {})})
-        settings.suppress_tokens = sorted({*self._writable.others(model), *(settings.suppress_tokens or ())}) or None
-        if unknown:
-            raise ConfigError(f"generation_kwargs: GenerationConfig has no {', '.join(sorted(unknown))}.")
-        if (settings.num_return_sequences or 1) != 1:
-            raise ConfigError("generation_kwargs: num_return_sequences must be 1, a completion for each prompt.")
-        return settings
+from ..trainers.config import LigerDistillConfig
+from ..trainers.decoder import Tokens, until_the_end
+from ..trainers.rows import AllowedIds
 
 
 class VLLMSampler:
