@@ -65,7 +65,7 @@ class Projection:
         bias: (O,) or None.
         adapters: empty for a layer without adapters.
         unpack: turns `weight` into (O, K). Forward and backward both call it, so that the dense weight of a quantised
-            layer is never stored. That of a `SharedUnpack` lies in memory that other weights take after it.
+            layer is never stored. A `SharedUnpack` has it in memory that other weights take after it.
     """
 
     weight: Tensor
@@ -488,7 +488,7 @@ def project(x: Tensor, stack: Stack, values: Tensor | None, numerics: Numerics) 
                     add(y, values[..., place], adapter.b.t(), numerics)
             assert y is not None
             outputs.append(y.addmm_(x, w.t()) if is_last else y)
-        del w  # not beside the next one
+        del w  # before the next one is there
     return outputs
 
 
@@ -536,7 +536,7 @@ def input_gradient(dys: Sequence[Tensor], stack: Stack, numerics: Numerics, dx: 
         with p.dense(numerics.compute) as w:
             # Adds in place: a sum of separate tensors would read and write dx twice more.
             dx = dy @ w if dx is None else dx.addmm_(dy, w)
-        del w  # not beside the next one
+        del w  # before the next one is there
     assert dx is not None
     return dx
 

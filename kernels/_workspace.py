@@ -36,7 +36,7 @@ class Workspace:
     ) -> Iterator[Tensor]:
         """Lend memory for a tensor. What reads it must be on the device's current stream before it is given back.
 
-        A tensor of its own is lent while another is, and on another stream than the first one: so CUDA graphs, which
+        A separate tensor is lent while another is, and on another stream than the first one: so CUDA graphs, which
         are recorded on a stream of theirs, have their own memory.
 
         Args:
@@ -54,7 +54,7 @@ class Workspace:
         memory = None
         if owner == stream and numel <= self.size:
             with contextlib.suppress(IndexError):
-                memory = free.pop()  # at once, so that of two threads one gets it
+                memory = free.pop()  # at once, so that only one of two threads gets it
         if memory is None:
             yield torch.empty(shape, dtype=dtype, device=device)
             return

@@ -9,7 +9,7 @@
 Shapes    x, y: (B, T, C)   w: (C, W)   b: (C,)   bounds: (2, BT) int32, where each token's document begins and ends
 Method    a program has a tile of tokens and channels and reads the tokens around it again, which the cache holds.
           Channels are next to each other in memory, as projections leave them: nothing is transposed. The forward saves
-          x alone, and the backward computes z again. A few programs walk over the tokens of each block of channels and
+          only x, and the backward computes z again. A few programs walk over the tokens of each block of channels and
           keep their share of dw and db in registers; a second kernel adds the shares in a fixed order.
 Numerics  fp32 inside, rounded once on the way out
 Traffic   forward 2 BTC elements, backward 3 BTC, and 2 P C (W + 1) fp32 numbers for dw and db, P programs

@@ -319,7 +319,7 @@ def _dkdv_kernel(
     group, part = tl.program_id(1).to(tl.int64) // PARTS, tl.program_id(1).to(tl.int64) % PARTS
     keys = n0 + tl.arange(0, BLOCK_N)
     k = _load_rows(k_ptr + group * k_head, keys, k_row, T, D, BLOCK_D)
-    v = k  # not read for dv alone
+    v = k  # not read where only dv is computed
     if KEYS:
         v = _load_rows(v_ptr + group * v_head, keys, v_row, T, D, BLOCK_D)
     # queries that see the last key, and those that see all keys of the block

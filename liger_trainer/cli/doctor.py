@@ -99,7 +99,7 @@ def selfcheck(
         run_checks,
         runs_kernels,
         shown,
-    )  # fmt: skip
+    )
 
     place = device_of(device)
     dtypes = tuple(getattr(torch, name) for name in dtype) if dtype else default_dtypes(place)

@@ -48,10 +48,10 @@ def hint_of_folder(config: str, name: str) -> str:
         return ". Download it first."
     if any(sign in name for sign in "*?["):
         return ": no file has a name like that."
-    beside = Path(config).parent / Path(name).expanduser()
-    if Path(config).parent == Path() or not beside.exists():
+    near = Path(config).parent / Path(name).expanduser()
+    if Path(config).parent == Path() or not near.exists():
         return ""
-    return f". There is {beside}, but names are looked for from the folder in which the command runs."
+    return f". There is {near}, but names are looked for from the folder in which the command runs."
 
 
 def as_name(model: Any) -> Any:

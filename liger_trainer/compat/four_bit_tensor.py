@@ -63,7 +63,7 @@ class FourBitTensor(Tensor):
         return cls(blocks.contiguous().flatten(), scales.contiguous().flatten(), shape, dtype, True)
 
     def unpacked(self) -> Tensor:
-        """Return the weight, made anew."""
+        """Return the weight, computed again."""
         *first, rows, columns = self.shape if self.dim() > 1 else (1, *self.shape)
         swapped = (*first, columns, rows) if self.is_transposed else self.shape
         out = unpack(self.codes, self.scales, math.prod(self.shape), self.dtype).view(swapped)

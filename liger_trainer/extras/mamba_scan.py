@@ -8,7 +8,7 @@ Within a chunk of Q tokens, y is a product of a matrix (Q, Q) with u, as attenti
 of a matrix (chunks, chunks) with the states behind each. Where a document ends, both matrices are zero, so that rows of
 several documents are those documents one by one.
 
-The largest temporaries are (tokens, Q, heads), computed again in backward, so that a layer keeps its inputs alone.
+The largest temporaries are (tokens, Q, heads), computed again in backward, so that a layer keeps only its inputs.
 Nothing waits for the device, so that CUDA graphs have it. Everything is in fp32, sums of logarithms in fp64.
 
 Source    Dao & Gu 2024, arXiv:2405.21060 (Mamba-2), section 6 and listing 1

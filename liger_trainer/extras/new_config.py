@@ -118,7 +118,7 @@ def pace_of(data: str, max_length: int) -> Pace:
     if not rows:
         raise ConfigError(f"--data: {data} has no rows.")
     held_out = None
-    if Path(data).expanduser().is_file() and rows * SHARE < HELD_OUT:  # a folder may have a split of its own
+    if Path(data).expanduser().is_file() and rows * SHARE < HELD_OUT:  # a folder may have its own split
         held_out = min(math.ceil(100 * HELD_OUT / rows) / 100, MOST)
         rows, tokens = (round(count * (1 - held_out)) for count in counted)
     packed = tokens // max_length

@@ -210,7 +210,7 @@ class ExactMatch(TrainerCallback):
 
     Of a task an answer is right where `score_answer` gives it 1, of other rows where it is the row's own, but for white
     space at both ends. What precedes `</think>` is no part of an answer. `exact_match/<task>` is the share of each task
-    of a `composite`, `teacher_exact_match` that of the teacher, where it is one model of this process that reads the
+    of a `composite`, `teacher_exact_match` the teacher's, where it is one model of this process that reads the
     student's tokens.
 
     Args:
@@ -252,7 +252,7 @@ class ExactMatch(TrainerCallback):
         """Return the shares of right answers of a model."""
         accelerator = self.trainer.accelerator
         rank, ranks = accelerator.process_index, accelerator.num_processes
-        # A rank without questions of its own answers one too: what FSDP gathers it must help to gather.
+        # A rank without its own questions answers one too: what FSDP gathers it must help to gather.
         own = list(range(rank, len(self.prompts), ranks))
         prompts = [self.prompts[i] for i in own or [0]]
         tokenizer = self.trainer.processing_class

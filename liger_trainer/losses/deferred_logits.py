@@ -268,7 +268,7 @@ class DeferredLogits:
         _applied("assignment to some of them", operator.setitem, (self, index, value))
 
     def retain_grad(self) -> None:
-        """Keep the gradient that reaches the logits. That of a fused loss does not: it is computed without them."""
+        """Keep the gradient that reaches the logits. A fused loss computes its gradient without them."""
         self.become_real("retain_grad")
         self.compute().retain_grad()
 

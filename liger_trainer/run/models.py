@@ -380,7 +380,7 @@ def _device_map(config: "RunConfig") -> str | None:
     """Load straight onto the GPU if one process has it; a student that loses layers is built on the CPU."""
     if config.values.get("teacher") == "cache":  # the cache is compared with the rows before the GPU is used
         return None
-    # `auto` with several processes would spread the model of each over all GPUs; so it would that of one that a
+    # `auto` with several processes would spread the model of each over all GPUs; so it would the model of one that a
     # launcher has started, next to GPUs that are not its own.
     state = PartialState()
     unlaunched = state.distributed_type == DistributedType.NO

@@ -224,7 +224,7 @@ class CheckpointGuard(TrainerCallback):
             reason = reason or f"it has no {', '.join(sorted(missing))}"
             raise ConfigError(
                 f"optim: the state of the optimizer in {checkpoint} does not fit this {type(optimizer).__name__}: "
-                f"{reason}. Train the same weights with the same optim, or begin anew with its weights as the model."
+                f"{reason}. Train the same weights with the same optim, or begin again with its weights as the model."
             )
 
     def _prompt_encoder(self) -> nn.Module | None:

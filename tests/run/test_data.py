@@ -250,11 +250,11 @@ def test_held_out_files_of_a_folder_are_never_trained_on(load, train, test, othe
 @pytest.mark.parametrize(
     ("files", "complaint"),
     [
-        (("rows.jsonl", "rows_eval.jsonl"), r"holds files of no split \(rows.jsonl\) beside others"),
+        (("rows.jsonl", "rows_eval.jsonl"), r"holds files of no split \(rows.jsonl\) next to others"),
         (("de/train.jsonl", "en/train.jsonl"), "split 'train' in several folders; name one of them: d/de, d/en"),
         (("a.jsonl", "more/b.jsonl"), "in several folders; name one of them: d, d/more"),
         ((f"data/train_sft{SHARD}", f"data/train_gen{SHARD}"), "has 'train_gen', 'train_sft'"),
-        (("a.jsonl", "b.xlsx"), "d/b.xlsx would not be read beside the others"),
+        (("a.jsonl", "b.xlsx"), "d/b.xlsx would not be read with the others"),
         (("test.jsonl",), "no split 'train'; the dataset has 'test'"),
         (("config.json", "tokenizer.json"), "d holds no dataset"),
     ],

@@ -227,8 +227,8 @@ class DistillKitRecords(ForeignRecords):
         if (lengths != width).any():
             raise ConfigError(
                 f"{self.name(number)} has {lengths[lengths != width][0]} bytes a place in {name}, and by the "
-                f"compression configuration (d {self.compression.d}, k {self.compression.k}) there are {width}. It is "
-                "that of other records."
+                f"compression configuration (d {self.compression.d}, k {self.compression.k}) there are {width}. "
+                "The configuration is of other records."
             )
         return inner.flatten().to_numpy(zero_copy_only=False).astype(np.uint8).reshape(-1, width)
 

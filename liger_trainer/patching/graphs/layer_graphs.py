@@ -165,9 +165,7 @@ class LayerGraph:
         places: where gradients of parameters are to be, if not in the memory of the graphs.
     """
 
-    def __init__(
-        self, layer: nn.Module, call: LayerCall, trains: bool, recompute: bool, places: Places | None = None
-    ):  # fmt: skip
+    def __init__(self, layer: nn.Module, call: LayerCall, trains: bool, recompute: bool, places: Places | None = None):
         self.call, self._layer, self._recompute = call, layer, recompute
         self.parameters = [p for p in layer.parameters() if p.requires_grad] if trains else []
         self._places = {p: places[p] for p in self.parameters if places and p in places}

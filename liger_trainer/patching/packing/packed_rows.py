@@ -159,7 +159,7 @@ def why_not_sliced(model: Any) -> str | None:
         return "its attention does not go through transformers' interface (ALL_ATTENTION_FUNCTIONS)"
     kinds = other_layers(model, model.config.get_text_config(decoder=True))
     if kinds:
-        return f"its layers of type {', '.join(kinds)} mix tokens beside attention, and would see slices"
+        return f"its layers of type {', '.join(kinds)} mix tokens besides attention, and would see slices"
     for config in configs:
         name, windows = attention_implementation(config), _windows(config)
         flash = name.startswith("flash_attention")

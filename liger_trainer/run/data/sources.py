@@ -31,7 +31,7 @@ _SPLITS = {
 }  # fmt: skip
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}")  # as the hub's libraries name files
-# Of a file or a folder: hidden, of a model or a run, about a dataset, or what datasets keeps beside its own files
+# Of a file or a folder: hidden, of a model or a run, about a dataset, or what datasets keeps next to its own files
 _NO_ROWS = re.compile(
     r"\..*|__.*|(.*config|.*\.index|.*_results|dataset_(infos?|dict)|state|trainer_state|tokenizer|added_tokens|vocab|"
     r"special_tokens_map)\.json|(merges|vocab|requirements.*|licen[cs]e.*|readme.*)\.txt|cache-.*\.arrow",
@@ -160,7 +160,7 @@ def _load_directory(config: "RunConfig", bad: BadRows, path: Path) -> LoadedData
 def _rows_in(path: Path) -> list[Path]:
     """Return the files of rows in a folder, and those below it: of the same kinds, where it has some itself.
 
-    Hidden files are none, nor what lies beside a model, nor the samples that `generate` keeps below its rows.
+    Hidden files are none, nor what lies next to a model, nor the samples that `generate` keeps below its rows.
     """
     below = (file for file in sorted(path.rglob("*")) if kind_of_file(file) in SUFFIXES)
     below = (file for file in below if file.parent == path or not (file.parent / "index.json").is_file())
@@ -182,7 +182,7 @@ def _load_named(config: "RunConfig", bad: BadRows, path: Path, found: list[Path]
         if files:
             others = ", ".join(str(file.relative_to(path)) for file in unnamed)
             hint = "name every file after its split, as in train.jsonl and test.jsonl, or none, or take one file"
-            raise config.error("dataset_name", f"{name} holds files of no split ({others}) beside others; {hint}.")
+            raise config.error("dataset_name", f"{name} holds files of no split ({others}) next to others; {hint}.")
         files = {train: unnamed}
     if not Path(name).expanduser().is_dir():  # a pattern names the files
         return _load_files(config, bad, files)
@@ -191,9 +191,9 @@ def _load_named(config: "RunConfig", bad: BadRows, path: Path, found: list[Path]
         if len(folders) > 1 and split in named:
             rows = f"{name} holds rows of the split {split!r} in several folders"
             raise config.error("dataset_name", f"{rows}; name one of them: {', '.join(folders)}.")
-    beside = (other for folder in {file.parent for file in found} for other in folder.iterdir())
-    if unread := sorted(str(other) for other in beside if other.suffix.lower() in _UNREAD):
-        raise config.error("dataset_name", f"{unread[0]} would not be read beside the others; expected {EXPECTED}.")
+    others = (other for folder in {file.parent for file in found} for other in folder.iterdir())
+    if unread := sorted(str(other) for other in others if other.suffix.lower() in _UNREAD):
+        raise config.error("dataset_name", f"{unread[0]} would not be read with the others; expected {EXPECTED}.")
     return _load_files(config, bad, files)
 
 

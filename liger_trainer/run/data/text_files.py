@@ -217,7 +217,7 @@ def _objects(content: bytes) -> list | None:
 
 
 def _list_within(row: Any, check: Check) -> list | None:
-    """Return the rows that one JSON object holds in a list, such as that of "data"; None where it is a row itself."""
+    """Return the rows that one JSON object holds in a list, such as "data"; None where it is a row itself."""
     if not isinstance(row, dict) or check(list(row)) is not None:
         return None
     lists = [value for value in row.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
