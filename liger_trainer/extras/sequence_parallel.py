@@ -5,18 +5,24 @@ a training into slices of `input_ids`, `position_ids`, `shift_labels` and whatev
 Evaluations read whole rows, each rank others.
 """
 
+import contextlib
+import functools
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from peft import PeftModel
+from torch import Tensor, nn
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..compat.deepspeed import zero3_averages_over_all_ranks
+from ..compat.deepspeed import sequence_parallel_group, zero3_averages_over_all_ranks
+from ..compat.models import attention_implementation
 from ..errors import ConfigError
-from ..patching.packing.packed_attention import OF_SLICES
-from ..patching.packing.packed_rows import implementations_of, why_not_sliced
+from ..patching.packing.packed_attention import OF_SLICES, attention_configs
+from ..patching.packing.packed_rows import other_layers
 from ..patching.patcher import base_of
 from ..trainers.host import TrainerHost
 
@@ -116,3 +122,96 @@ class DocumentsByPositions:
         batch = self.collator(rows)
         shape = batch["input_ids"].shape
         return {name: value for name, value in batch.items() if getattr(value, "shape", None) == shape}
+
+
+# Attention over rows of which each rank has a slice: Ulysses (Jacobs et al. 2023, arXiv:2309.14509), by DeepSpeed.
+#
+# Around attention, the ranks exchange slices of all heads for whole rows of some heads. DeepSpeed puts that in the
+# place of an attention function of transformers, with the heads and the batch of the one model that it prepares, and in
+# train mode only. A teacher may have other heads, and is in eval mode: it would silently read slices. So `SlicedRows`
+# lends it a separate exchange while it reads a batch of slices.
+
+
+def sliced_teacher(model: Any, name: str) -> "SlicedRows":
+    """Return what has a frozen teacher read whole rows. Raise ConfigError where it would not."""
+    reason = why_not_sliced(model)
+    if reason is not None:
+        raise ConfigError(f"Sequence parallelism (sp_size > 1), {name}: {reason}.")
+    return SlicedRows(model)
+
+
+def why_not_sliced(model: Any) -> str | None:
+    """Say why a model, without PEFT around it, would not see whole rows as it does on one rank; None if it would.
+
+    Ulysses hands causal attention no mask: what only a mask says is lost.
+    """
+    configs = attention_configs(model)
+    if not configs:
+        return "its attention does not go through transformers' interface (ALL_ATTENTION_FUNCTIONS)"
+    kinds = other_layers(model, model.config.get_text_config(decoder=True))
+    if kinds:
+        return f"its layers of type {', '.join(kinds)} mix tokens besides attention, and would see slices"
+    for config in configs:
+        name, windows = attention_implementation(config), _windows(config)
+        flash = name.startswith("flash_attention")
+        if not flash and name not in ("sdpa", OF_SLICES):
+            return f"its attention is {name}: load it with attn_implementation sdpa or flash_attention_2"
+        if windows and not (flash and windows == {"sliding_attention"}):
+            return f"the windows of its attention ({', '.join(sorted(windows))}) are told by a mask, which is dropped"
+    return None
+
+
+def implementations_of(model: Any) -> set[str]:
+    """Return the names under which a model asks transformers for its causal attention."""
+    return {attention_implementation(config) for config in attention_configs(model)}
+
+
+def _windows(config: Any) -> set[str]:
+    """Return the types of attention that see less than all tokens before one."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None and getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None):
+        return {"sliding_attention"}
+    return {kind for kind in kinds or () if kind not in ("attention", "full_attention")}
+
+
+class SlicedRows:
+    """The attention of a frozen model over rows of which each rank has a slice.
+
+    Args:
+        model: a model in which `why_not_sliced` finds none, before DeepSpeed prepares another one.
+    """
+
+    def __init__(self, model: Any):
+        self._own = {name: ALL_ATTENTION_FUNCTIONS[name] for name in implementations_of(model)}
+        self._exchanges: dict[tuple, Any] = {}
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within the context, attention of the model sees whole rows. All ranks of a row enter it together."""
+        before = {name: ALL_ATTENTION_FUNCTIONS[name] for name in self._own}
+        for name, own in self._own.items():
+            ALL_ATTENTION_FUNCTIONS[name] = functools.partial(self._attend, own)
+        try:
+            yield
+        finally:
+            ALL_ATTENTION_FUNCTIONS.update(before)
+
+    def _attend(
+        self, own: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **how: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute `own` over whole rows, of slices (rows, heads, length, width)."""
+        shape = (own, query.shape[0], query.shape[1], key.shape[1], query.shape[3])
+        if shape not in self._exchanges:
+            self._exchanges[shape] = _exchange(*shape)
+        return self._exchanges[shape](module, query, key, value, None, **how)
+
+
+def _exchange(own: Any, rows: int, heads: int, key_heads: int, width: int) -> Any:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # pyright: ignore[reportMissingImports]
+        UlyssesSPAttentionHF,
+    )
+
+    return UlyssesSPAttentionHF(
+        own, batch_size=rows, attn_head_count=heads, attn_head_size=width, kv_head_count=key_heads,
+        num_hidden_layers=1, process_group=sequence_parallel_group(), seq_length_is_variable=True,
+    )  # fmt: skip

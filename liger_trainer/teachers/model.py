@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.model_parts import Head, device_of, embedding_rows, output_module, placeholder_ids, reads_images
 from ..losses.spec import Logits
-from ..patching.packing.packed_rows import SlicedRows, patch_packed_attention, why_not_sliced
+from ..patching.packing.packed_rows import patch_packed_attention
 from ..patching.patcher import base_of
 from ..plugins import KEEPS_ROWS, load
 from .base import DistillHost, Teacher, check_apart, check_writes, patch_layers, teacher_logits, without_labels
@@ -242,7 +242,7 @@ class ModelTeacher(Teacher):
         self._padding_is_beyond = False
         self._fingerprints: dict[str, Any] = {}
         self._sees_images = False
-        self._sliced: SlicedRows | None = None
+        self._sliced: Any = None  # what has it read whole rows, of which ranks have slices
 
     @functools.cached_property
     def _own_tokenizer(self) -> Any:
@@ -297,10 +297,7 @@ class ModelTeacher(Teacher):
         else:
             self.patched = patch_layers(teacher, trainer.patched.options, self._name, trainer.packed_rows)
         if trainer.shards_sequences():
-            reason = why_not_sliced(base_of(teacher))
-            if reason is not None:
-                raise ConfigError(f"Sequence parallelism (sp_size > 1), {self._name}: {reason}.")
-            self._sliced = SlicedRows(base_of(teacher))
+            self._sliced = load("parallelism_config").sliced_teacher(base_of(teacher), self._name)
         vocab_size = self.vocabulary_size(trainer, teacher)
         teacher.requires_grad_(False).eval()
         self.model = self._placed(teacher, trainer)

@@ -13,13 +13,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.errors import ConfigError
+from liger_trainer.extras.sequence_parallel import why_not_sliced
 from liger_trainer.patching.options import PatchReport
 from liger_trainer.patching.packing.packed_attention import pack_attention
 from liger_trainer.patching.packing.packed_rows import (
     PackedRows,
     patch_packed_attention,
     why_documents_mix,
-    why_not_sliced,
 )
 
 LENGTHS = (5, 9, 2, 12)  # the windows of these families are of 8 tokens
