@@ -24,6 +24,7 @@ PLUGINS = {
     "schema": "schema_writer",
     "keep_layers": "students.drop_layers",
     "adamw_8bit": "adamw_8bit",
+    "hidden": "hidden_states",
     "delta_rule": "delta_rule_gradients",
     "mamba_scan": "mamba_scan",
     "parallelism_config": "sequence_parallel",

@@ -14,7 +14,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,9 +41,6 @@ from .spec import (
     check_lengths,
     token_output,
 )
-
-if TYPE_CHECKING:
-    from .hidden_states import HiddenPass
 
 _NUMBERS = itertools.count()  # of the losses that were made in this process
 
@@ -136,7 +133,7 @@ class FusedLoss:
     def forward(
         self, model: Any, *args, labels: Tensor | None = None, shift_labels: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None, num_processes: int = 1,
-        teacher_logits: Logits | TeacherAnswer | None = None, hidden_pass: "HiddenPass | None" = None,
+        teacher_logits: Logits | TeacherAnswer | None = None, hidden_pass: Any = None,
         mtp_pass: Any = None, token_weights: TokenWeights | None = None, fused_lm_head: bool = False,
         skip_logits: bool | None = None, **kwargs,
     ):  # fmt: skip
@@ -211,7 +208,7 @@ class LossOfOneForward:
 
     def __init__(
         self, model_name: str, targets: BatchTargets, options: LossOptions, teacher: Logits | TeacherAnswer | None,
-        hidden: "HiddenPass | None" = None, mtp: Any = None,
+        hidden: Any = None, mtp: Any = None,
     ):  # fmt: skip
         self._model_name, self._targets, self._options = model_name, targets, options
         self._hidden, self._mtp = hidden, mtp

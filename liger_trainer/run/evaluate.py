@@ -133,7 +133,8 @@ def evaluate(subject: Subject, more: Callable[[Any], dict[str, float]] | None = 
         plugins.measure_task(trainer, config, data)
         measured = {**trainer.evaluate(), **(more(trainer) if more else {})}
         unlearned = set()
-        if config.recipe == "distill" and trainer.loss_state.parameters():
+        hidden = trainer.loss_state.hidden if config.recipe == "distill" else None
+        if hidden is not None and hidden.projectors:
             # losses that fresh projectors are part of: only checkpoints keep the trained ones
             unlearned = {"loss", *(f"loss/{term.type}" for term in trainer.args.loss_plan().of("hidden"))}
     metrics = {name.removeprefix("eval_"): value for name, value in measured.items() if isinstance(value, float)}

@@ -16,13 +16,13 @@ from ..common.console import announce
 from ..common.replacements import replaced
 from ..errors import ConfigError
 from ..losses.fused_forward import FusedLoss, LossOfOneForward
-from ..losses.hidden_states import HiddenLosses
 from ..losses.model_parts import head_rows
 from ..losses.plan import SKEW_ALPHA, plan_of, without_effect
 from ..losses.spec import Logits, LossOptions, TokenLossOutput, distillation_of
 from ..patching.packing.packed_attention import KIND
 from ..patching.packing.packed_rows import PackedRows
 from ..patching.patcher import Patched, PatchOptions, base_of, patched_record
+from ..plugins import load
 from ..teachers.base import check_apart, patch_layers, teacher_logits
 from ..teachers.fingerprints import describe_frozen_model
 from ..teachers.model import check_alike, load_frozen, shard, teacher_dtype
@@ -194,10 +194,10 @@ class DistillationCallback(TrainerCallback):
         for entry in (logs, state.log_history[-1]):
             entry.update(averages)
 
-    def _hidden_losses(self, student: Any) -> HiddenLosses | None:
+    def _hidden_losses(self, student: Any) -> Any:
         if not self._plan.of("hidden"):
             return None
-        hidden = HiddenLosses(self._plan.of("hidden"), student, base_of(self.teacher))
+        hidden = load("hidden").HiddenLosses(self._plan.of("hidden"), student, base_of(self.teacher))
         if any(True for _ in hidden.parameters()):
             raise ConfigError(
                 "DistillationCallback: these hidden-state losses learn projectors, which the trainer would neither "
@@ -260,7 +260,7 @@ class _DistillationLoss(FusedLoss):
 
     def __init__(
         self, model: Any, options: LossOptions, ask_teacher: Callable[..., Logits],
-        record: Callable[[str, TokenLossOutput, dict[str, Any]], None], hidden: HiddenLosses | None,
+        record: Callable[[str, TokenLossOutput, dict[str, Any]], None], hidden: Any,
     ):  # fmt: skip
         super().__init__(model, options)
         self._ask_teacher, self._record, self._hidden = ask_teacher, record, hidden

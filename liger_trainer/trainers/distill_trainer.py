@@ -155,6 +155,8 @@ class LigerDistillTrainer(LigerTrainer):
         # Before there is an optimizer, which gets its projectors.
         self.loss_state = LossState(self, self.args.loss_plan())
         self.add_callback(self.loss_state)
+        if self.loss_state.hidden is not None:
+            self.add_callback(self.loss_state.hidden)
         self.distil(vocab_size=vocab_size)
 
     # rows, before training
@@ -258,8 +260,8 @@ class LigerDistillTrainer(LigerTrainer):
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
-        if self.accelerator.sync_gradients:
-            self.loss_state.average_gradients()
+        if self.loss_state.hidden is not None and self.accelerator.sync_gradients:
+            self.loss_state.hidden.average_gradients()
         return loss
 
     def compute_loss(self, model, inputs, *args, **kwargs):
@@ -338,7 +340,8 @@ class LigerDistillTrainer(LigerTrainer):
 
     def create_optimizer(self, *args, **kwargs):
         optimizer = super().create_optimizer(*args, **kwargs)
-        self.loss_state.add_projectors(optimizer)
+        if self.loss_state.hidden is not None:
+            self.loss_state.hidden.add_projectors(optimizer)
         return optimizer
 
     def _set_signature_columns_if_needed(self):
@@ -362,7 +365,8 @@ class LigerDistillTrainer(LigerTrainer):
 
     def _load_best_model(self):
         super()._load_best_model()
-        self.loss_state.load_best(str(self.state.best_model_checkpoint))
+        if self.loss_state.hidden is not None:
+            self.loss_state.hidden.load_best(str(self.state.best_model_checkpoint))
 
     # the models
 

@@ -1,34 +1,26 @@
-"""What changes about a loss while a student trains: schedules, TAID's share, projectors of hidden states."""
+"""What changes about a loss while a student trains: schedules, and TAID's share."""
 
 import json
 import math
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainerCallback
 
 from ..errors import ConfigError, CorruptError
 from ..kernels.types import HostCopy
 from ..losses.fused_forward import FusedLoss
-from ..losses.hidden_states import HiddenLosses
 from ..losses.plan import LossPlan
 from ..losses.schedules import Taid
 from ..losses.spec import LossOptions, final_fields, moved_fields
-from ..patching.patcher import base_of
-from .finite_guard import drops_on_device
+from ..plugins import load
 from .host import DistillTrainerHost
-from .options import updating_in_backward
 
-# in a checkpoint
-PROJECTORS, LOSS_STATE = "hidden_projectors.safetensors", "loss_state.json"
-PROJECTORS_OPTIMIZER = "hidden_projectors_optimizer.pt"
+LOSS_STATE = "loss_state.json"  # in a checkpoint
 
 
 class LossSchedule:
@@ -68,56 +60,35 @@ class LossState(LossSchedule, TrainerCallback):
     """Moves the loss of a `LigerDistillTrainer` along its plan; what it has learned is part of each checkpoint.
 
     Attributes, besides LossSchedule's:
-        hidden: the hidden-state terms, or None.
+        hidden: the hidden-state losses (extras/hidden_states.py), or None.
 
     Raises:
-        ConfigError: hidden-state terms where there are no hidden states, or where they would not be learned right;
-            a loss that changes under torch.compile.
+        ConfigError: a loss that changes under torch.compile; hidden-state losses that could not be learned right.
     """
 
     def __init__(self, trainer: DistillTrainerHost, plan: LossPlan):
         super().__init__(plan)
         self._trainer = trainer
-        self.hidden: HiddenLosses | None = None
-        self._own: ProjectorOptimizer | None = None  # where the student's optimizer takes no projectors
         if trainer.args.torch_compile and (plan.moves or plan.of("hidden")):
             raise ConfigError(
                 "torch_compile fixes the loss in its graph: schedules and taid would compile again in each step, and "
                 "hidden-state losses record what blocks return. Leave torch_compile out, or these."
             )
-        if plan.of("hidden"):
-            self.hidden = self._hidden_losses()
-        if self.hidden is not None and self.parameters() and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-            self.hidden.to(trainer.accelerator.device)  # the student is not there yet
-            self._own = ProjectorOptimizer(trainer, self.parameters())
+        self.hidden: Any = load("hidden").TrainedHiddenLosses(trainer, plan) if plan.of("hidden") else None
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         if state.global_step == 0:
             self.restart()
-        if self.hidden is not None:
-            self.hidden.zero_grad()  # of a training that was interrupted
         self._set_sampling(state)
 
-    def on_step_begin(self, args, state, control, optimizer: Any = None, **kwargs) -> None:
-        if self._own is not None:
-            self._own.follow(optimizer)
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
         changes = self.changes(state)
         if changes:
             self._trainer.distil(**changes)
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
-        if args.max_grad_norm > 0 and self.parameters():
-            nn.utils.clip_grad_norm_(self.parameters(), args.max_grad_norm)
-        if self._own is not None:
-            poisoned = self._trainer.finite.poisoned
-            assert poisoned is not None  # the guard is an earlier callback, and has judged this step
-            self._own.step(poisoned)
-
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.share is not None:
             self.share.close()
-        if self.hidden is not None:
-            self.hidden.zero_grad()  # the trainer clears only its model's gradients
         self._set_sampling(state)
 
     def _set_sampling(self, state) -> None:
@@ -132,99 +103,28 @@ class LossState(LossSchedule, TrainerCallback):
         if self.share is not None:
             self.share.add(totals["kd_loss"], tokens)
 
-    def parameters(self) -> list[nn.Parameter]:
-        return [] if self.hidden is None else list(self.hidden.parameters())
-
-    def add_projectors(self, optimizer: Any) -> None:
-        """Have projectors without their own optimizer trained by the student's, with its weight decay."""
-        if self._own is not None:
-            return
-        there = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        mine = [p for p in self.parameters() if id(p) not in there]
-        if mine and self._trainer.lr_scheduler is not None:
-            raise ConfigError(
-                "optimizers: a learning-rate scheduler made before the projectors of hidden-state losses has no rate "
-                "for them. Give only the optimizer, or leave hidden-state losses out."
-            )
-        if mine:
-            optimizer.add_param_group({"params": mine, "weight_decay": self._trainer.args.weight_decay})
-
-    def average_gradients(self) -> None:
-        """Average the projectors' gradients over ranks: they are not inside the student's DDP wrapper."""
-        accelerator, parameters = self._trainer.accelerator, self.parameters()
-        if accelerator.num_processes == 1 or not parameters:
-            return
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
-        mean: Any = accelerator.reduce(flat, "mean")
-        for p, gradient in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
-            p.grad = gradient.view_as(p)
-
     def save(self, folder: str) -> None:
         if not self._trainer.args.should_save:
             return
         if self.share is not None and self.share.taid.adaptive:
             Path(folder, LOSS_STATE).write_text(json.dumps({"taid": self.share.state()}), encoding="utf-8")
-        if self.parameters():
-            assert self.hidden is not None
-            save_file({k: v.contiguous() for k, v in self.hidden.state_dict().items()}, Path(folder, PROJECTORS))
-        if self._own is not None:
-            self._own.save(folder)
+        if self.hidden is not None:
+            self.hidden.save(folder)
 
     def load(self, folder: str) -> None:
         """Load what `save` wrote. Raise ConfigError where it is missing, CorruptError where it is damaged."""
         if self.share is not None and self.share.taid.adaptive:
-            path = _present(folder, LOSS_STATE, "taid")
+            path = needed_file(folder, LOSS_STATE, "taid")
             try:
                 self.share.restore(json.loads(path.read_text(encoding="utf-8"))["taid"])
             except (ValueError, KeyError, TypeError) as error:
                 raise CorruptError(f"{path} is damaged: {error}") from error
-        if self.parameters():
-            self._load_projectors(_present(folder, PROJECTORS, "projectors of hidden-state losses"))
-        if self._own is not None:
-            what = "an optimizer of their own for projectors of hidden-state losses"
-            self._own.load(_present(folder, PROJECTORS_OPTIMIZER, what))
-
-    def load_best(self, folder: str) -> None:
-        """Load the projectors of the best checkpoint. One that has only weights leaves them as they are."""
-        path = Path(folder, PROJECTORS)
-        if self.parameters() and path.is_file():
-            self._load_projectors(path)
-
-    def _load_projectors(self, path: Path) -> None:
-        assert self.hidden is not None
-        try:
-            self.hidden.load_state_dict(load_file(path))
-        except SafetensorError as error:
-            raise CorruptError(f"{path} is damaged: {error}") from error
-        except RuntimeError as error:
-            raise ConfigError(f"{path} holds the projectors of other layers or widths: {error}") from error
-
-    def _hidden_losses(self) -> HiddenLosses:
-        trainer = self._trainer
-        parallel = getattr(trainer.accelerator, "parallelism_config", None)
-        data_parallel = parallel is None or parallel.total_size == parallel.dp_replicate_size * parallel.dp_shard_size
-        fsdp1 = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
-        if fsdp1 or not data_parallel:  # hidden states are in parts, or out of reach
-            raise ConfigError(
-                "Hidden-state losses read what blocks return: not with FSDP1 or models split over devices. Use DDP, "
-                "FSDP2 or DeepSpeed, or leave them out of losses."
-            )
-        with trainer.teaching.live() as teachers:
-            models = list(teachers.values())
-        if len(models) != 1:
-            raise ConfigError(
-                f"Hidden-state losses need one teacher whose model is in this process, got {len(models)}. "
-                "Leave them out of losses, or use a single teacher with teacher='model' or 'self'."
-            )
-        student, teacher = base_of(trainer.student), base_of(trainer.accelerator.unwrap_model(models[0]))
-        losses = HiddenLosses(self.plan.of("hidden"), student, teacher, trainer.args.seed)
-        optim = updating_in_backward(trainer.args)
-        if optim and any(True for _ in losses.parameters()):
-            raise ConfigError(f"optim: {optim} updates the student in its backward, and would not train projectors.")
-        return losses
+        if self.hidden is not None:
+            self.hidden.load(folder)
 
 
-def _present(folder: str, name: str, what: str) -> Path:
+def needed_file(folder: str, name: str, what: str) -> Path:
+    """Return the path of a file in a checkpoint. Raise ConfigError where a run without `what` has saved it."""
     path = Path(folder, name)
     if not path.is_file():
         raise ConfigError(
@@ -232,59 +132,6 @@ def _present(folder: str, name: str, what: str) -> Path:
             "out, or start again from its weights."
         )
     return path
-
-
-class ProjectorOptimizer:
-    """Trains projectors where the student's optimizer is an engine's, which takes no other parameters.
-
-    It is one of the same kind, at the same learning rate.
-
-    Args:
-        trainer: a Trainer that has made no optimizer yet.
-        parameters: plain tensors, the same on all ranks.
-
-    Raises:
-        ConfigError: the student's optimizer is given to the trainer, or none of torch's; fp16, whose scale of the loss
-            only the student's would take out of its gradients.
-    """
-
-    def __init__(self, trainer: DistillTrainerHost, parameters: list[nn.Parameter]):
-        args = trainer.args
-        engine = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
-        about = f"Hidden-state losses that learn projectors next to a student that {engine} shards: "
-        if args.fp16:
-            raise ConfigError(f"{about}fp16 scales the gradients of both, and takes the scale out of one. Use bf16.")
-        if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
-            raise ConfigError(f"{about}they get an optimizer of the same kind, so name it in optim; one was given.")
-        kind, options = trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
-        if not kind.__module__.startswith("torch.optim"):
-            optim = getattr(args.optim, "value", args.optim)
-            raise ConfigError(f"{about}they need one of torch's optimizers, such as adamw_torch; got optim={optim}.")
-        self._optimizer = kind([{"params": parameters, "weight_decay": args.weight_decay}], **options)
-
-    def follow(self, student: Any) -> None:
-        """Take the learning rate of the student's optimizer."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = student.param_groups[0]["lr"]
-
-    def step(self, poisoned: Tensor) -> None:
-        """Step, unless `poisoned`, a bool on the device. Torch's fused optimizers don't wait for it."""
-        if drops_on_device(self._optimizer):
-            self._optimizer.found_inf = poisoned.float()
-            self._optimizer.step()
-            del self._optimizer.found_inf
-        elif not bool(poisoned):
-            self._optimizer.step()
-
-    def save(self, folder: str) -> None:
-        torch.save(self._optimizer.state_dict(), Path(folder, PROJECTORS_OPTIMIZER))
-
-    def load(self, path: Path) -> None:
-        """Load what `save` wrote. Raise CorruptError where it is damaged."""
-        try:
-            self._optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-        except (RuntimeError, EOFError, UnpicklingError, ValueError) as error:
-            raise CorruptError(f"{path} is damaged: {error}") from error
 
 
 # TAID's adaptive share of the teacher: the faster the student's loss falls, the faster the share rises.

@@ -26,7 +26,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import DistillationCallback
 from liger_trainer.errors import ConfigError, CorruptError
-from liger_trainer.losses.hidden_states import HiddenLosses, _recorded
+from liger_trainer.extras.hidden_states import HiddenLosses, _recorded
 from liger_trainer.losses.model_parts import decoder_layers
 from liger_trainer.losses.plan import LossTerm
 from liger_trainer.teachers.cached import CachedTeacher
@@ -201,7 +201,7 @@ def test_the_projectors_gradients_are_clipped_and_start_anew_each_step():
     trainer.train()
     norm = torch.stack([g.norm() for name, g in captured.items() if name.startswith("projectors.")]).norm()
     assert norm.item() == pytest.approx(1e-3, rel=1e-3)
-    assert all(p.grad is None or not p.grad.any() for p in trainer.loss_state.parameters())
+    assert all(p.grad is None or not p.grad.any() for p in trainer.loss_state.hidden.parameters())
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_projector_on_demand_changes_nothing_at_first():
     logs = []
     for losses in (without, asked):
         trainer = make(teacher_model=teacher(32), losses=losses, max_steps=2, learning_rate=0.1)
-        assert len(list(trainer.loss_state.parameters())) == (2 if losses is asked else 0)
+        assert len(list(trainer.loss_state.hidden.parameters())) == (2 if losses is asked else 0)
         logs.append(logged(trained(trainer)))
     assert logs[0][0] == pytest.approx(logs[1][0], rel=1e-6) and logs[0][1] != logs[1][1]
 
