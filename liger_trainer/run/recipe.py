@@ -141,7 +141,7 @@ def train_and_save(
         StorageError: the disk is full, read-only or over its quota.
     """
     # Until metrics.json is there: a run that begins in between would remove what this one has saved.
-    with trainer.folder_locked():
+    with trainer.checkpoint_guard.folder_locked():
         measure_now = partial(measure, trainer, prompts, run.config["max_new_tokens"])
         config, clock = run.config, run.clock
         with writing_to(run.output_dir, resume_hint(run.output_dir)):

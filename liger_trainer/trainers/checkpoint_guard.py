@@ -87,8 +87,8 @@ class CheckpointGuard(TrainerCallback):
     # going on
 
     @contextmanager
-    def folder_locked(self, trial: Any) -> Iterator[None]:
-        """Hold the output directory's lock, which the first process takes for all."""
+    def folder_locked(self, trial: Any = None) -> Iterator[None]:
+        """Hold the output directory's lock within the context; the first process takes it for all."""
         folder = Path(output_dir_of(self._trainer, trial))
         with ExitStack() as stack:
 

@@ -240,10 +240,10 @@ class RowPreparation:
         with replaced(args, max_length=None, shuffle_dataset=False):
             tokenized: Any = prepare(dataset, processing_class, args, False, formatting_func, dataset_name)
         self.largest_ids.setdefault(dataset_name, LargestIds.of(tokenized))
-        facts, places = count_rows(tokenized, *kept_length(args, packing))
+        length, mode = kept_length(args, packing)
+        facts, places = count_rows(tokenized, length, mode)
         kept = tokenized if len(places) == len(tokenized) else tokenized.select(places)
         self.facts[dataset_name] = facts
-        length, mode = kept_length(args, packing)
         part = slice(-length, None) if length is not None and mode == "keep_end" else slice(length)
         self._trainer.read_rows(tokenized, kept, dataset_name, part)
         if not len(kept):

@@ -5,7 +5,7 @@
 
 import inspect
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -437,7 +437,7 @@ class LigerTrainer(SFTTrainer):
         it trains, and saves checkpoints, no other process may train in `output_dir`.
         """
         check_trains(self.model)
-        lock = self.folder_locked(trial) if self.args.save_strategy != "no" else nullcontext()
+        lock = self.checkpoint_guard.folder_locked(trial) if self.args.save_strategy != "no" else nullcontext()
         with lock, reduce_host_work(self), tower_without_gradients(self.model), public_report(self.args):
             checkpoint = self.checkpoint_guard.choose(resume_from_checkpoint)
             self.resumed_from = None if checkpoint is None else Path(checkpoint)
@@ -537,10 +537,6 @@ class LigerTrainer(SFTTrainer):
     def _issue_warnings_after_load(self, load_result):
         if not self.checkpoint_guard.load_again(load_result):
             super()._issue_warnings_after_load(load_result)
-
-    def folder_locked(self, trial: Any = None) -> AbstractContextManager[None]:
-        """Hold the output directory's lock within the context; the first process takes it for all."""
-        return self.checkpoint_guard.folder_locked(trial)
 
     # what the collaborators ask
 
