@@ -1,7 +1,7 @@
-"""Whole training steps on 1, 2, 4 and 8 GPUs, by DDP and FSDP2: ours, TRL's trainers and torchtitan.
+"""Whole training steps on 1, 2, 4 and 8 GPUs, by DDP and FSDP2: ours and TRL's trainers.
 
     python -m benchmarks.many_gpus --output DIR               # DIR/many-gpus-<device>.json and .md
-    python -m benchmarks.many_gpus --gpus 2 --rows sft-llama-3-8b:trl,trl_compiled,titan,titan_compiled,ours
+    python -m benchmarks.many_gpus --gpus 2 --rows sft-llama-3-8b:trl,trl_compiled,ours
     python -m benchmarks.many_gpus --rows heads-152k:ours,ours:vocab_parallel=always
     python -m benchmarks.many_gpus --tiny --gpus 1 2          # processes on CPUs over gloo: does it still work
 
@@ -39,19 +39,16 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import TrainerCallback
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .measure import MIB, Spread
 from .processes import Process, context_for
-from .report import join_versions, provenance, spread, table, without_output
+from .report import provenance, spread, table, where, without_output
 from .trainer_cases import LOSS_TOLERANCE, NORM_TOLERANCE, REFERENCE, TINY_PLAN, Case, Plan, length_of, make_rows
 from .trainer_providers import TRAINERS, Provider, lora_options, prepare
-from .trainer_step import PRELOADED, Row, measure, pairs, parse, report
+from .trainer_step import PACKAGES, PRELOADED, Row, measure, pairs, parse, report
 from .trainer_worker import Measured, TrainerWorker, notes_of, summed, train
 
-COUNTS, TINY_COUNTS = (1, 2, 4, 8), (1, 2)
-PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate")
+COUNTS = (1, 2, 4, 8)
 WHAT = (
     "{timed} timed steps after {warmup} of warm-up, in the trainers' own loops, under TRL's files for accelerate; rows "
     "of one length, the same number on each GPU; computing in {dtype}, trained weights in fp32 under FSDP2 and in "
@@ -73,7 +70,6 @@ COMMON: dict[str, Any] = {"fp32": True, **STEPS}
 # At the common 1e-4 these trainings from random weights are chaotic: two runs that differ by rounding part by more than
 # the gate allows, so that it would refuse ours for nothing.
 GENTLE: dict[str, Any] = {"gently": 5, **COMMON}
-LLAMA: dict[str, Any] = {"checkpointing": True, **GENTLE}
 # To compare heads that are gathered with heads that stay on their ranks: untied ones, below few layers.
 HEADS_ONLY: dict[str, Any] = {"layers": 8, "default": False, **GENTLE}
 CASES = (  # `rows` are of one GPU
@@ -84,7 +80,7 @@ CASES = (  # `rows` are of one GPU
     Case("sft-qwen3-1.7b", "Qwen3-1.7B", 8, 1024, **GENTLE),
     Case("lora-qwen3-1.7b", "Qwen3-1.7B", 8, 1024, lora_dropout=0.0, **COMMON),
     Case("kd-qwen3-1.7b-8b", "Qwen3-1.7B", 8, 1024, teacher="Qwen3-8B", checkpointing=True, **COMMON),
-    Case("sft-llama-3-8b", "Llama-3-8B", 1, 8192, selective=True, **LLAMA),
+    Case("sft-llama-3-8b", "Llama-3-8B", 1, 8192, checkpointing=True, **GENTLE),
     Case("heads-152k", "Qwen3-8B", 4, 2048, **HEADS_ONLY),
     Case("heads-262k", "Qwen3-8B, V 262144", 4, 2048, **HEADS_ONLY),
 )
@@ -128,13 +124,11 @@ def simulated(case: Case, gpus: int, tiny: bool) -> tuple[Any, Any]:
         return simulate(step_spec(config, length_of(case, tiny), padded=False, bf16=not tiny)), sharding_of(config)
 
 
-def predict(case: Case, gpus: int, tiny: bool) -> tuple[float, float] | None:
+def predict(case: Case, gpus: int, tiny: bool) -> tuple[float, float]:
     """Return the peak that `estimate` predicts, and what CUDA graphs keep besides it, with whole weights under FSDP2,
-    where there is room. In MiB; None for selective checkpointing, which it does not know."""
+    where there is room. In MiB."""
     from liger_trainer.extras.estimate.estimator import highest
 
-    if case.selective:
-        return None
     memory, sharding = simulated(case, gpus, tiny)
     return highest(memory, sharding)[1].bytes / MIB, (sharding.graphs_bytes(memory) or 0) / MIB
 
@@ -155,21 +149,15 @@ class RankWorker(TrainerWorker):
         """
         os.environ.update(environment)
         device, plan = "cpu" if self.tiny else "cuda", TINY_PLAN if self.tiny else case.plan
-        if self.tiny:
-            torch.set_num_threads(1)
-        else:
-            torch.cuda.set_device(int(environment.get("LOCAL_RANK", 0)))
+        torch.set_num_threads(1) if self.tiny else torch.cuda.set_device(int(environment.get("LOCAL_RANK", 0)))
         is_fsdp2 = gpus > 1 and case.engine == "fsdp2"
         with tempfile.TemporaryDirectory() as folder, fsdp2_on_cpu() if is_fsdp2 and self.tiny else nullcontext():
             rows = make_rows(replace(case, rows=case.rows * gpus), plan, self.tiny)
             trainer = TRAINERS[provider.trainer](prepare(case, provider, self.tiny, device, folder, rows, plan.steps))
-            engine = getattr(trainer.accelerator, "distributed_type", "FSDP")
-            by_ddp = getattr(engine, "value", engine) in ("MULTI_GPU", "MULTI_CPU")
+            engine = trainer.accelerator.distributed_type.value
             by_fsdp2 = bool(trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2)
-            if (by_fsdp2, by_ddp) != (is_fsdp2, gpus > 1 and not is_fsdp2):
+            if (by_fsdp2, engine.startswith("MULTI")) != (is_fsdp2, gpus > 1 and not is_fsdp2):
                 raise RuntimeError(f"{gpus} processes, but the engine is {engine}")
-            if case.selective and provider.trainer != "titan":  # which checkpoints as it is told
-                trainer.add_callback(SpareEverySecond())
             measured = train(trainer, plan, folder, alike=True)
         measured.notes = notes_of(trainer, provider)
         reports = getattr(trainer, "graph_reports", {}).values()
@@ -185,17 +173,6 @@ def fsdp2_on_cpu() -> Any:
     from engines.fsdp2_on_cpu import fsdp2  # pyright: ignore[reportMissingImports]
 
     return fsdp2()
-
-
-class SpareEverySecond(TrainerCallback):
-    """Has every second checkpointed layer keep its activations: torchtitan's selective checkpointing by layers."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
-        if not layers:
-            raise RuntimeError("expected layers with gradient checkpointing, got none")
-        for layer in layers[1::2]:
-            layer.gradient_checkpointing = False
 
 
 # Rows
@@ -231,9 +208,8 @@ class Ranks:
         for rank in self.ranks:
             rank.start("load_rank", seen)
         row.predicted = predict(row.case, row.gpus, self.tiny)  # while they import
-        peak, memory = row.predicted[0] if row.predicted else 0.0, options.memory_mib
-        fits = memory is None or peak <= memory  # the others take more than ours
-        self.failure = None if fits else f"not run: estimate says {peak:,.0f} MiB, the GPU has {memory:,.0f}"
+        peak, memory = row.predicted[0], options.memory_mib  # the others take more than ours
+        self.failure = None if peak <= memory else f"not run: estimate says {peak:,.0f} MiB, the GPU has {memory:,.0f}"
 
     def start(self, method: str, *arguments: Any) -> None:
         row = self.row
@@ -305,8 +281,7 @@ def merged(ranks: Sequence[Measured]) -> Measured:
 
 
 def markdown(header: dict[str, Any], rows: Sequence[GpuRow]) -> str:
-    where = f"{header['device']}, {header['date']}, commit {header['commit']}, {join_versions(header['packages'])}."
-    lines = ["# Training steps on several GPUs", "", f"{where} `{header['command']}`.", "", WHAT.format(**header), ""]
+    lines = ["# Training steps on several GPUs", "", where(header), "", WHAT.format(**header), ""]
     for case, group in itertools.groupby(rows, key=lambda row: row.case):
         of_case = list(group)
         cells = [_cells(row, of_case) for row in of_case]
@@ -354,15 +329,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument("--gpus", type=int, nargs="+", choices=COUNTS, help=help)
 
     options = parse(argv, "many_gpus", __doc__, CASES, "trl,ours", TINY, add_more)
-    there = max(TINY_COUNTS) if options.tiny else torch.cuda.device_count()
+    there = 2 if options.tiny else torch.cuda.device_count()
     options.gpus = options.gpus or [count for count in COUNTS if count <= there]
     if not there or max(options.gpus) > there:
         print(f"--gpus: {max(options.gpus, default=1)} wanted, {there} there. --tiny needs none.", file=sys.stderr)
         return 2
-    options.memory_mib = None if options.tiny else torch.cuda.get_device_properties(0).total_memory / MIB
-    where = provenance(PACKAGES, cuda=None if not options.tiny else False)
+    options.memory_mib = math.inf if options.tiny else torch.cuda.get_device_properties(0).total_memory / MIB
+    command = shlex.join(["python", "-m", "benchmarks.many_gpus", *without_output(argv)])
     header = {
-        **where, "command": shlex.join(["python", "-m", "benchmarks.many_gpus", *without_output(argv)]),
+        **provenance(PACKAGES, cuda=False if options.tiny else None), "command": command,
         **asdict(TINY_PLAN if options.tiny else STEPS["plan"]), "dtype": "fp32" if options.tiny else "bf16",
         "loss_tolerance": LOSS_TOLERANCE, "norm_tolerance": NORM_TOLERANCE,
     }  # fmt: skip

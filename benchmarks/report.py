@@ -55,6 +55,12 @@ def provenance(packages: Sequence[str], cuda: bool | None = None) -> dict[str, A
     }
 
 
+def where(header: dict[str, Any]) -> str:
+    """Return the sentence at the top of a page, of `provenance` and the command."""
+    versions = join_versions(header["packages"])
+    return f"{header['device']}, {header['date']}, commit {header['commit']}, {versions}. `{header['command']}`."
+
+
 def join_versions(packages: dict[str, str]) -> str:
     return ", ".join(f"{name} {number}" for name, number in packages.items())
 

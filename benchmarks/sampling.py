@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from .measure import Roofline, Spread, Stopwatch, explain, release_memory
-from .report import join_versions, matching, provenance, slug, table, without_output, write
+from .report import matching, provenance, slug, table, where, without_output, write
 from .shapes import random_model
 
 PACKAGES = ("torch", "triton", "transformers", "peft")
@@ -170,9 +170,8 @@ def measure(name: str, provider: str, work: Workload, options: argparse.Namespac
 
 
 def markdown(header: dict[str, Any], results: Sequence[Result]) -> str:
-    where = f"{header['device']}, {header['date']}, commit {header['commit']}, {join_versions(header['packages'])}."
     lines = [
-        "# Sampling", "", f"{where} `{header['command']}`.", "",
+        "# Sampling", "", where(header), "",
         f"{header['rows']} prompts of {header['prompt']} tokens, {header['new']} new ones each, random weights in "
         f"{header['dtype']}, temperature 1; medians of {header['rounds']} rounds. Tokens/s: with the prompts. A step: "
         f"what all tokens take longer than {FEW}, over their difference. Of the bound: the time in which weights, keys "

@@ -60,7 +60,6 @@ class Case:
         plan: the steps, at full size.
         reference: the provider whose losses the others must have.
         layers: of the student, where it has fewer than its shape.
-        selective: only every second layer is checkpointed.
         fp32: trained weights are kept in fp32, and computed with in bf16.
         optim: the optimizer, by transformers' name; those with "bnb" are bitsandbytes' for all but ours.
         engine: of several processes: a name of accelerate's files.
@@ -82,7 +81,6 @@ class Case:
     plan: Plan = PLAN
     reference: str = REFERENCE
     layers: int | None = None
-    selective: bool = False
     fp32: bool = False
     optim: str = "adamw_torch_fused"
     engine: str = "fsdp2"
@@ -127,7 +125,7 @@ class Case:
         how += " and experts" * self.experts
         what = f"{self.shape} from {self.teacher}" if self.teacher else self.shape
         size = SIZES[self.layout].format(self.rows, self.length)
-        more = ", gradient checkpointing" * self.checkpointing + " of every second layer" * self.selective
+        more = ", gradient checkpointing" * self.checkpointing
         more += f", 1/{self.gently} of the rate, rising at first" if self.gently > 1 else ""
         more += f", {self.layers} layers of {self.shape}" if self.layers else ""
         more += f", {self.optim}" if self.optim != Case.optim else ""

@@ -38,7 +38,6 @@ class Provider:
         options: of the trainer's configuration, besides what all share.
         needs: modules that must be installed, with the name of their package.
         enables: whether `liger_trainer.enable()` is called first.
-        shares: whether it only trains on several GPUs that share out a Llama's weights, all of them trained.
     """
 
     name: str
@@ -47,7 +46,6 @@ class Provider:
     options: Mapping[str, Any] = field(default_factory=dict)
     needs: Mapping[str, str] = field(default_factory=dict)
     enables: bool = False
-    shares: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -66,10 +64,6 @@ class Provider:
         """Return what is not installed."""
         bnb = case.four_bit or ("bnb" in self.options.get("optim", case.optim) and not self.is_ours)
         needs = {**self.needs, **({"bitsandbytes": "bitsandbytes"} if bnb else {})}
-        if self.shares and (
-            not case.shape.startswith("Llama") or case.lora_dropout is not None or case.engine != "fsdp2"
-        ):
-            return "all weights of a Llama under FSDP2 only"
         path = [*unsloth_site(), *sys.path] if self.trainer == "unsloth" else sys.path
         packages = [package for module, package in needs.items() if PathFinder.find_spec(module, path) is None]
         return f"{', '.join(packages)}: not installed" if packages else None
@@ -77,15 +71,12 @@ class Provider:
 
 LIGER: dict[str, Any] = {"options": {"use_liger_kernel": True}, "needs": {"liger_kernel": "liger-kernel"}}
 COMPILED: dict[str, Any] = {"options": {"torch_compile": True}}
-TITAN: dict[str, Any] = {"needs": {"torchtitan": "torchtitan"}, "shares": True}
 PROVIDERS: dict[str, tuple[Provider, ...]] = {
     "SFT": (
         Provider(REFERENCE, "TRL SFTTrainer", "sft"),
         Provider("trl_liger", "TRL SFTTrainer + Liger-Kernel", "sft", **LIGER),
         Provider("trl_compiled", "TRL SFTTrainer + torch_compile", "sft", **COMPILED),
         Provider("unsloth", "Unsloth", "unsloth", needs={"unsloth": "unsloth"}),
-        Provider("titan", "torchtitan", "titan", **TITAN),
-        Provider("titan_compiled", "torchtitan, compiled", "titan", **COMPILED, **TITAN),
         Provider("ours", "LigerTrainer", "ours"),
     ),
     "KD": (
@@ -377,13 +368,7 @@ def draw_adapters(model: torch.nn.Module) -> None:
             a.data.copy_(torch.rand(a.shape, generator=generator).sub_(0.5).mul_(2 / a.shape[-1] ** 0.5))
 
 
-def make_titan(run: Run) -> Any:
-    from .titan import TitanTrainer
-
-    return TitanTrainer(run)
-
-
 TRAINERS: dict[str, Callable[[Run], Any]] = {
     "sft": make_sft, "ours": make_ours, "distillation": make_distillation, "dpo": make_dpo,
-    "grpo": make_grpo, "unsloth": make_unsloth, "titan": make_titan,
+    "grpo": make_grpo, "unsloth": make_unsloth,
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
     python -m benchmarks.trainer_step --output DIR           # on a GPU: DIR/trainer-step-<device>.json and .md
     python -m benchmarks.trainer_step --cases 'sft-*,kd-*' --providers 'trl,trl_liger,ours' --time-limit 450
-    python -m benchmarks.trainer_step --cases sft-qwen3-0.6b-packed --ours packing_strategy=wrapped
     python -m benchmarks.trainer_step --rows sft-qwen3-0.6b:ours lora-llama-3.2-1b:trl_liger,ours,ours:memory=balanced
     python -m benchmarks.trainer_step --rows sft-llama-3-8b-8bit:ours,trl_liger:optim=adamw_torch_8bit
     python -m benchmarks.trainer_step --tiny                 # some of it, small enough for a CPU: does it still work
@@ -15,9 +14,9 @@ else the row has no times.
 
 Unsloth pins older packages than ours do: `pip install --target DIR unsloth`, and UNSLOTH_SITE=DIR.
 
-`--ours` adds a row of ours with further options of its configuration; it may be given several times. `--rows` names the
-rows one by one, of any provider with or without an option, so that one call has just what is wanted. What is finished
-is written after every row. Exit code 1: the gate refused a row of ours, or it failed. 2: a name that does not exist.
+`--rows` names the rows one by one, of any provider with or without an option, so that one call has just what is wanted.
+What is finished is written after every row. Exit code 1: the gate refused a row of ours, or it failed. 2: a name that
+does not exist.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from typing import Any, TypeVar
 from .bars import write_figures
 from .measure import Spread
 from .processes import Process, context_for, say
-from .report import join_versions, matching, provenance, slug, table, without_output, write
+from .report import matching, provenance, slug, table, where, without_output, write
 from .trainer_cases import CASES, LOSS_TOLERANCE, MEAN_LENGTH, NORM_TOLERANCE, PLAN, REFERENCE, TINY_PLAN, Case
 from .trainer_providers import PROVIDERS, Provider, variant
 from .trainer_worker import Measured, TrainerWorker
@@ -196,8 +195,7 @@ def _late(options: argparse.Namespace) -> str | None:
 
 
 def markdown(header: dict[str, Any], rows: Sequence[Row]) -> str:
-    where = f"{header['device']}, {header['date']}, commit {header['commit']}, {join_versions(header['packages'])}."
-    lines = ["# Training steps through the trainers", "", f"{where} `{header['command']}`.", ""]
+    lines = ["# Training steps through the trainers", "", where(header), ""]
     lines += [WHAT.format(**header), ""]
     for case, group in itertools.groupby(rows, key=lambda row: row.case):
         rows = list(group)
@@ -256,9 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "dtype": "fp32" if options.tiny else "bf16", "loss_tolerance": LOSS_TOLERANCE,
         "norm_tolerance": NORM_TOLERANCE,
     }  # fmt: skip
-    rows = [Row(case, provider) for case, provider in pairs(options) if not provider.shares]
-    if left_out := {provider.name for _, provider in pairs(options) if provider.shares}:
-        say("trainer-step", f"left out: {', '.join(sorted(left_out))}, which benchmarks.many_gpus measures")
+    rows = [Row(case, provider) for case, provider in pairs(options)]
     code = report("trainer-step", options, header, rows, measure(rows, options), markdown)
     if options.output:
         for written in options.output.glob("trainer-step-*.json"):
@@ -318,7 +314,6 @@ def parse(
     add("--list", action="store_true", help="print cases and providers, and stop")
     add("--cases", help="comma-separated names or globs; default: those that --list does not mark")
     add("--providers", help=f"comma-separated names or globs; default: {providers}. {REFERENCE} always runs")
-    add("--ours", action="append", default=[], metavar="KEY=VALUE,...", help="a further row of ours")
     add("--rows", nargs="+", metavar="CASE:PROVIDERS", help="these rows; `ours:key=value` is one with an option")
     add("--tiny", action="store_true", help="tiny models and rows, few steps, fp32")
     add_more(parser)
@@ -330,10 +325,12 @@ def parse(
     if options.tiny and not options.rows:
         options.cases, options.providers = options.cases or tiny[0], options.providers or tiny[1]
     names = None if options.cases is None else matching(options.cases, [case.name for case in cases], "case", parser)
-    if options.rows and (options.ours or names or options.providers):
-        parser.error("--rows names all rows: leave --cases, --providers and --ours out")
+    if options.rows and (names or options.providers):
+        parser.error("--rows names all rows: leave --cases and --providers out")
     options.cases = [case for case in cases if (case.default if names is None else case.name in names)]
-    options.chosen = _choose_providers(options.providers or providers, options.ours, parser)
+    known = [provider.name for each in PROVIDERS.values() for provider in each]
+    chosen = {REFERENCE, *matching(options.providers or providers, known, "provider", parser)}
+    options.chosen = {kind: [p for p in each if p.name in chosen] for kind, each in PROVIDERS.items()}
     options.rows = [choose_rows(words, cases, parser) for words in options.rows or ()]
     return options
 
@@ -355,18 +352,8 @@ def choose_rows(words: str, cases: Sequence[Case], parser: argparse.ArgumentPars
     return case, [*(provider for provider in known if provider.name in names), *variants]
 
 
-def _choose_providers(patterns: str, ours: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, list[Provider]]:
-    known = [provider.name for providers in PROVIDERS.values() for provider in providers]
-    names = {REFERENCE, *matching(patterns, known, "provider", parser)}
-    variants = [variant(_extra(words, parser)) for words in ours]
-    return {
-        kind: [*(p for p in providers if p.name in names), *(each[kind] for each in variants)]
-        for kind, providers in PROVIDERS.items()
-    }
-
-
 def _extra(words: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Return further options of ours, from KEY=VALUE,..., with values as YAML reads them."""
+    """Return further options of a provider, from KEY=VALUE,..., with values as YAML reads them."""
     import yaml
 
     from liger_trainer import LigerDistillConfig
@@ -376,7 +363,7 @@ def _extra(words: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     for word in words.split(","):
         key, equals, value = word.partition("=")
         if not equals or not any(key in config.__dataclass_fields__ for config in (LigerConfig, LigerDistillConfig)):
-            parser.error(f"--ours {word!r}: expected key=value with a key of LigerConfig or LigerDistillConfig")
+            parser.error(f"--rows {word!r}: expected key=value with a key of LigerConfig or LigerDistillConfig")
         options[key] = yaml.safe_load(value)
     return options
 

@@ -82,8 +82,6 @@ class TrainerWorker:
 
         if self.provider.startswith("ours"):
             import liger_trainer.trainers.distill_trainer  # noqa: F401
-        if self.provider.startswith("titan"):
-            from . import titan  # noqa: F401
 
     def run(self, case: Case, provider: Provider) -> Measured:
         """Train, and return what was measured."""

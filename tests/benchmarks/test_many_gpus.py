@@ -70,12 +70,10 @@ def test_a_page_has_ratios_efficiency_and_what_failed():
 
 
 def test_peers_run_on_several_gpus_only():
-    titan = next(provider for provider in PROVIDERS["SFT"] if provider.name == "titan")
-    assert titan.missing(CASE[DDP]) == "all weights of a Llama under FSDP2 only"
-    chosen = [next(p for p in PROVIDERS["SFT"] if p.name == name) for name in ("trl", "titan", "ours")]
+    chosen = [next(p for p in PROVIDERS["SFT"] if p.name == name) for name in ("trl", "trl_liger", "ours")]
     rows = rows_of(argparse.Namespace(rows=[(SFT, chosen)], gpus=[1, 2]))
     found = [(row.gpus, row.provider.name) for row in rows]
-    assert found == [(2, "trl"), (2, "titan"), (2, "ours"), (1, "trl"), (1, "ours")]
+    assert found == [(2, "trl"), (2, "trl_liger"), (2, "ours"), (1, "trl"), (1, "ours")]
 
 
 def run_tiny(folder, *words, code=0):
@@ -103,7 +101,7 @@ def test_rows_of_the_command(tmp_path):
 @pytest.mark.slow
 def test_a_row_that_fails_says_why(tmp_path):
     """`vocab_parallel=always` is refused for tied embeddings: the row says so, and the others run."""
-    words = ["--gpus", "2", "--cases", "sft-qwen3-1.7b", "--ours", "vocab_parallel=always"]
+    words = ["--gpus", "2", "--rows", "sft-qwen3-1.7b:ours,ours:vocab_parallel=always"]
     rows, _ = run_tiny(tmp_path, *words, code=1)
     assert rows[2, "ours"]["failure"] is None
     assert "ConfigError: vocab_parallel: always, but" in rows[2, "ours:vocab_parallel=always"]["failure"]

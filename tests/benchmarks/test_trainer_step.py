@@ -145,29 +145,18 @@ def test_the_table_has_ratios_the_best_of_each_column_and_reasons():
 # The command line
 
 
-def test_variants_of_ours_are_rows_of_both_kinds():
-    options = parse(
-        ["--cases", "sft-qwen3-0.6b,kd-qwen3-*", "--providers", "ours", "--ours", "packing_strategy=wrapped,fp16=no"]
-    )
-    assert [case.name for case in options.cases] == ["sft-qwen3-0.6b", "kd-qwen3-0.6b"]
-    for kind, trainer in (("SFT", "LigerTrainer"), ("KD", "LigerDistillTrainer")):
-        assert [p.name for p in options.chosen[kind]] == ["trl", "ours", "ours:packing_strategy=wrapped,fp16=false"]
-        last = options.chosen[kind][-1]
-        assert last.title == f"{trainer}, packing_strategy=wrapped,fp16=false"
-        assert last.options == {"packing_strategy": "wrapped", "fp16": False} and last.trainer == "ours"
-
-
 def test_rows_one_by_one():
     words = ["sft-qwen3-0.6b:ours", "lora-llama-3.2-1b:trl,trl_liger,ours:memory=balanced", "kd-qwen3-0.6b:ours,trl*"]
-    words.append("sft-llama-3-8b-8bit:ours,trl_liger:optim=adamw_torch_8bit")
+    words += ["sft-llama-3-8b-8bit:ours,trl_liger:optim=adamw_torch_8bit", "kd-qwen3-0.6b:ours:fp16=no"]
     options = parse(["--rows", *words, "--tiny"])
     chosen = [(case.name, [provider.name for provider in providers]) for case, providers in options.rows]
     assert chosen == [
         ("sft-qwen3-0.6b", ["trl", "ours"]), ("lora-llama-3.2-1b", ["trl", "trl_liger", "ours:memory=balanced"]),
         ("kd-qwen3-0.6b", ["trl", "trl_liger", "ours"]),
         ("sft-llama-3-8b-8bit", ["trl_liger", "ours", "trl_liger:optim=adamw_torch_8bit"]),
+        ("kd-qwen3-0.6b", ["trl", "ours:fp16=false"]),
     ]  # fmt: skip
-    changed = options.rows[-1][1][-1]
+    changed = options.rows[-2][1][-1]
     assert changed.options == {"use_liger_kernel": True, "optim": "adamw_torch_8bit"} and not changed.is_ours
     assert changed.title == "TRL SFTTrainer + Liger-Kernel, optim=adamw_torch_8bit" and changed.trainer == "sft"
 
@@ -182,8 +171,8 @@ def test_rows_one_by_one():
         (["--rows", "sft-qwen3-0.6b:ours", "--cases", "*"], "leave --cases"),
         (["--cases", "nonsense"], "no case is called 'nonsense'"),
         (["--providers", "nonsense"], "no provider is called 'nonsense'"),
-        (["--ours", "nonsense=1"], "expected key=value with a key of LigerConfig"),
-        (["--ours", "packing"], "expected key=value"),
+        (["--rows", "sft-qwen3-0.6b:ours:nonsense=1"], "expected key=value with a key of LigerConfig"),
+        (["--rows", "sft-qwen3-0.6b:ours:packing"], "expected key=value"),
     ],
 )
 def test_names_that_do_not_exist_are_refused(arguments, message, capsys):

@@ -233,7 +233,7 @@ PARSED = {
     "python -m benchmarks.many_gpus --output results": SEVERAL_GPUS,
     "python -m benchmarks.many_gpus --output results --cases 'ddp-*'": SEVERAL_GPUS,
     "python -m benchmarks.many_gpus --output results --gpus 2 "
-    "--rows sft-llama-3-8b:trl,trl_compiled,titan,titan_compiled,ours": SEVERAL_GPUS,
+    "--rows sft-llama-3-8b:trl,trl_compiled,ours": SEVERAL_GPUS,
     "python -m benchmarks.many_gpus --tiny --gpus 1 2": "minutes; tests/benchmarks/test_many_gpus.py runs some of it",
     "python -m benchmarks.run": GPU,
     "python -m benchmarks.run --smoke": "half a minute; tests/benchmarks/test_tables.py runs it on fewer cases",
