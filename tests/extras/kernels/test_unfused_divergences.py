@@ -18,7 +18,7 @@ from liger_trainer.kernels.tvd import tvd
 INF, NAN = float("inf"), float("nan")
 BOTH = ("input", "target")
 FORMS = {
-    name: case for name, case in CASES.items() if "labels" in case.rows and case.options["reduction"] == "batchmean"
+    name: case for name, case in CASES.items() if "labels" in case.rows and case.options.get("reduction") == "batchmean"
 }
 every_form = pytest.mark.parametrize("divergence", FORMS.values(), ids=FORMS)
 two_forms = pytest.mark.parametrize("form", [FORMS["jsd"], FORMS["jsd, logits"]], ids=["jsd", "jsd-logits"])
