@@ -383,6 +383,11 @@ def calls_loss_function(kind: type) -> bool:
     return any("loss_function" in names_read(forward) for forward in forwards)
 
 
+def has_transformers_forward(kind: type) -> bool:
+    """Whether the forward of a model's class is one of transformers, which use `loss_function` themselves or not."""
+    return next(base for base in kind.__mro__ if "forward" in vars(base)).__module__.startswith("transformers.")
+
+
 LOSS = Recognition(
     "transformers' models do not call their loss as we know it",
     "the loss is computed of stored logits",

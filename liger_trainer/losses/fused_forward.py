@@ -22,7 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..common.replacements import own_attribute, replaced, replaced_in_this_thread, without_replacement
 from ..compat.models import LOSS_FUNCTION
-from ..compat.recognitions import forward_below_trl_head
+from ..compat.recognitions import calls_loss_function, forward_below_trl_head, has_transformers_forward
 from ..compat.torch_internals import is_transformed
 from ..errors import ConfigError, MaterializedLogitsWarning
 from .answers import as_teacher_answer, cross_entropy_loss
@@ -56,11 +56,14 @@ class FusedLoss:
         options: smoothing, distillation.
 
     Raises:
-        ConfigError: the model's loss is not the causal-LM cross-entropy, so replacing it would change the objective.
+        ConfigError: the model's loss is not the causal-LM cross-entropy, so replacing it would change the objective;
+            or it computes its loss in another way.
     """
 
     def __init__(self, model: Any, options: LossOptions | None = None):
         check_loss(model)
+        if has_transformers_forward(type(model)) and not calls_loss_function(type(model)):
+            raise _calls_no_loss(type(model).__name__)
         self.model = model
         self.options = options or LossOptions()
         self.eval_options: LossOptions | None = None  # for evaluations, where they differ
@@ -291,10 +294,7 @@ class LossOfOneForward:
                 "Take the checkpoint off the loss, or train with transformers' Trainer."
             )
         if not self._calls:
-            raise ConfigError(
-                f"{self._model_name} does not compute its loss through `loss_function`, in whose place "
-                "the fused loss is. Train it with TRL's or transformers' own trainer."
-            )
+            raise _calls_no_loss(self._model_name)
         call, outputs = self._calls[-1], _by_name(outputs)
         if len(self._calls) > 1 or _has_extra_loss(outputs, call.value):
             raise ConfigError(
@@ -302,6 +302,13 @@ class LossOfOneForward:
                 "do not make it up. Train it with transformers' Trainer, which takes the model's loss as it is."
             )
         return token_output(outputs, call.result, call.targets, self._options)
+
+
+def _calls_no_loss(model_name: str) -> ConfigError:
+    return ConfigError(
+        f"{model_name} does not compute its loss through `loss_function`, in whose place the fused loss is. Train it "
+        "with TRL's or transformers' own trainer."
+    )
 
 
 def _by_name(outputs: Any) -> Mapping[str, Any]:

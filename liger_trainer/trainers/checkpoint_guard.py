@@ -27,7 +27,7 @@ from datasets import Dataset
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.optim import Adam
+from torch.optim import Adam, Optimizer
 from transformers import TrainerCallback, TrainerState
 
 from ..common.checkpoints import (
@@ -213,13 +213,21 @@ class CheckpointGuard(TrainerCallback):
             return {name for group in getattr(optimizer, "param_groups", []) for name in group}
 
         needed, reason = names(), None
+        kept = {} if checkpoint is None or weights_alone(Path(checkpoint)) else _kept(Path(checkpoint)).get(KINDS, {})
+        for setting, now in kinds(self._trainer).items():
+            if None not in (there := kept.get(setting), now) and there != now:
+                raise ConfigError(
+                    f"{setting}: {checkpoint} holds the state of another kind, {there}, than this {now} can go on "
+                    f"from. Train with the same {setting}, or begin anew with its weights as the model."
+                )
         try:
             load(checkpoint)
         except ValueError as error:
             reason = str(error)
         missing = needed - names()
-        if isinstance(optimizer, Adam) and type(optimizer).load_state_dict is Adam.load_state_dict:  # no other moments
-            missing |= {"exp_avg" for state in optimizer.state.values() if "exp_avg" not in state}
+        moment = _first_moment(optimizer)
+        if moment:
+            missing |= {moment for state in optimizer.state.values() if moment not in state}
         if reason or missing:
             reason = reason or f"it has no {', '.join(sorted(missing))}"
             raise ConfigError(
@@ -349,9 +357,33 @@ def _public_state(args: Any) -> dict[str, Any]:
 
 
 BEFORE = "weights before training"
-KEY = "fingerprints"  # next to num_tokens in trainer_state.json
+KEY, KINDS = "fingerprints", "kinds"  # next to num_tokens in trainer_state.json
 # of the weights of models that have trained since
 _AT_FIRST: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
+
+
+def _kept(checkpoint: Path) -> dict[str, Any]:
+    """Return what these trainers have put into a checkpoint's state; nothing for another trainer's."""
+    file = checkpoint / STATE
+    state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return state.get("stateful_callbacks", {}).get(TRAINER_STATE, {})
+
+
+def kinds(trainer: TrainerHost) -> dict[str, str | None]:
+    """Return what the states of a trainer's optimizer and schedule are of; None where it is no torch optimizer."""
+    optimizer: Any = innermost(trainer.optimizer)
+    names = [kind.__name__ for kind in type(optimizer).__mro__ if kind is not Optimizer and issubclass(kind, Optimizer)]
+    rule = getattr(optimizer, "optimizer_name", names[-1]).lower() if names else None  # bitsandbytes' are of one class
+    schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # inside accelerate's wrapper
+    return {"optim": rule, "lr_scheduler_type": type(schedule).__name__}
+
+
+def _first_moment(optimizer: Any) -> str | None:
+    """Return the name of a moment that every state of an optimizer has to have, if it is known."""
+    if hasattr(optimizer, "optimizer_name"):  # bitsandbytes'
+        return "state1"
+    reads_others = type(optimizer).load_state_dict is not Adam.load_state_dict
+    return None if reads_others or not isinstance(optimizer, Adam) else "exp_avg"
 
 
 def student_fingerprints(model: Any) -> dict[str, Any]:
@@ -406,7 +438,7 @@ class ResumeCheck:
         """Put the fingerprints into the trainer's state, which a checkpoint saves."""
         if self._trainer.is_world_process_zero():
             states: Any = self._trainer.state.stateful_callbacks
-            states.setdefault(TRAINER_STATE, {})[KEY] = self._now()
+            states.setdefault(TRAINER_STATE, {}).update({KEY: self._now(), KINDS: kinds(self._trainer)})
 
     def _now(self) -> dict[str, Any]:
         """Return the fingerprints, computed at first use: reading rows takes seconds for each GB."""
@@ -436,9 +468,7 @@ class ResumeCheck:
 
     def _differences(self, checkpoint: Path) -> list[str]:
         """Return the differences in words, one for each part."""
-        file = checkpoint / STATE
-        state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        there = state.get("stateful_callbacks", {}).get(TRAINER_STATE, {}).get(KEY)
+        there = _kept(checkpoint).get(KEY)
         if there is None:
             warnings.warn(
                 f"{checkpoint} does not record what its training started with, as it was saved by an earlier version "

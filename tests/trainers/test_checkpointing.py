@@ -20,7 +20,14 @@ from trl import SFTTrainer
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.common import checkpoints
-from liger_trainer.common.checkpoints import MANIFEST, STAGING, checkpoints_in, damage, write_manifest
+from liger_trainer.common.checkpoints import (
+    MANIFEST,
+    STAGING,
+    TRAINER_STATE,
+    checkpoints_in,
+    damage,
+    write_manifest,
+)
 from liger_trainer.common.files import STATE
 from liger_trainer.errors import ConfigError, CorruptError
 
@@ -127,8 +134,48 @@ def test_what_callbacks_write_into_a_checkpoint_is_part_of_it(tmp_path):
     assert "mine.bin is not what was written" in (damage(tmp_path / "checkpoint-4", contents=True) or "")
 
 
+def forget_kinds(checkpoint: Path) -> None:
+    """Make it one of an earlier version."""
+    content = json.loads((checkpoint / STATE).read_text())
+    del content["stateful_callbacks"][TRAINER_STATE]["kinds"]
+    (checkpoint / STATE).write_text(json.dumps(content))
+    write_manifest(checkpoint)
+
+
+def test_moments_of_another_rule_are_refused_whatever_they_are_called(out, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    with pytest.raises(ConfigError, match="optim: .*checkpoint-4 holds .* another kind, adam, than this lion"):
+        make(out, steps=5, optim="lion_32bit").train(True)
+    forget_kinds(out / "checkpoint-4")
+    with pytest.raises(ConfigError, match="checkpoint-4 does not fit this Lion: it has no state1"):
+        make(out, steps=5, optim="lion_32bit").train(True)
+    make(tmp_path, optim="rmsprop_bnb").train()
+    with pytest.raises(ConfigError, match="optim: .*checkpoint-4 holds .* rmsprop, than this lion"):
+        make(tmp_path, steps=5, optim="lion_32bit").train(True)
+    make(tmp_path, steps=5, optim="rmsprop_bnb").train(True)
+
+
+def test_a_schedule_s_state_of_another_kind_is_refused(out, tmp_path):
+    plateau: Any = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}
+    with pytest.raises(ConfigError, match="lr_scheduler_type: .*-4 holds .* LambdaLR, than this ReduceLROnPlateau"):
+        make(out, steps=5, **plateau).train(True)
+    trained(make(out, steps=5, lr_scheduler_type="cosine")).train(True)
+    make(tmp_path, **plateau).train()
+    with pytest.raises(ConfigError, match="lr_scheduler_type: .* ReduceLROnPlateau, than this LambdaLR"):
+        make(tmp_path, steps=5).train(True)
+    trained(make(tmp_path, steps=5, **plateau)).train(True)
+
+
+def test_another_optimizer_goes_on_from_weights_alone(tmp_path):
+    make(tmp_path, save_only_model=True).train()
+    trained(make(tmp_path, steps=5, optim="sgd")).train(True)
+
+
 @pytest.mark.parametrize("optim, unknown", [("sgd", "momentum"), ("adafactor", "beta1"), ("rmsprop", "alpha")])
 def test_an_optimizer_s_state_of_another_kind_is_refused(out, optim, unknown):
+    with pytest.raises(ConfigError, match="optim: .*checkpoint-4 holds the state of another kind, adam"):
+        make(out, steps=5, optim=optim).train(True)
+    forget_kinds(out / "checkpoint-4")
     with pytest.raises(ConfigError, match=f"optim: .*checkpoint-4 does not fit this .*: it has no .*{unknown}"):
         make(out, steps=5, optim=optim).train(True)
     saving = {"optim": optim, "save_steps": 2}

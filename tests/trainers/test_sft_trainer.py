@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import VOCAB, WORDS, completions, double_copy, texts, tiny_model, tiny_tokenizer, train_args
 from torch import nn
 from trainings import logged, sft, trained
-from transformers import Trainer
+from transformers import BartConfig, BartForCausalLM, Trainer
 from trl import ModelConfig, SFTTrainer, get_peft_config
 
 from liger_trainer import LigerDistillConfig, patch
@@ -163,6 +163,11 @@ def with_another_loss():
     return model
 
 
+def bart_decoder():
+    sizes = {"d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+    return BartForCausalLM(BartConfig(vocab_size=VOCAB, is_decoder=True, is_encoder_decoder=False, **sizes))
+
+
 ON_LOGITS = "compute their loss from hidden states.*SFTTrainer"
 REFUSED = {  # before training
     "an unknown option": (tiny_model, {"rms_norms": True}, "Unknown patch options: rms_norms. There are rope"),
@@ -172,6 +177,7 @@ REFUSED = {  # before training
     "a backbone": (lambda: tiny_model().model, None, "model: expected a causal language model, .*, got a LlamaModel"),
     "wrapped": (lambda: nn.DataParallel(tiny_model()), None, "without a wrapper, .* got a DataParallel"),
     "no weights": (lambda: tiny_model().to("meta"), None, "model: expected a Llama.* on the meta device, .*embed_tok"),
+    "a loss in its forward": (bart_decoder, None, "BartForCausalLM does not compute its loss through `loss_function`"),
     "another loss": (with_another_loss, None, "has its own loss"),
     "a file that cannot be saved": (
         lambda: with_limit(-1), None, "generation_config could not be saved with the trained model: .*-1",
