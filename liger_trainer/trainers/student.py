@@ -238,8 +238,16 @@ def check_prompt_learning(student: Any) -> None:
 
 
 def check_prefixes_kept(student: Any, args: Any) -> None:
-    """Raise ConfigError where prefixes would be lost: gradient checkpointing drops the cache that holds them."""
+    """Raise ConfigError where prefixes would be lost: gradient checkpointing drops the cache that holds them.
+
+    And for adapters that PEFT does not run through the model's forward, where the loss is.
+    """
     for config in _adapters(student):
+        if config.peft_type in (PeftType.ADAPTION_PROMPT, PeftType.CPT, PeftType.POLY):
+            raise ConfigError(
+                f"{config.peft_type.value}: PEFT trains these by a forward, loss or inputs of their own, which the "
+                "fused loss is no part of. Train them with transformers' Trainer, or train adapters such as LoRA's."
+            )
         if config.peft_type == PeftType.PREFIX_TUNING and args.gradient_checkpointing:
             raise ConfigError(
                 "PREFIX_TUNING: prefixes are keys and values in the cache, which gradient checkpointing does without. "

@@ -5,6 +5,7 @@ import json
 import math
 from typing import Any
 
+import peft
 import pytest
 import torch
 from datasets import Dataset
@@ -364,6 +365,17 @@ def test_rows_beyond_the_positions_of_a_table_are_refused(case):
     sft(model, rows, max_length=24, max_steps=1).train()
     if case == "whole":  # a model that computes its positions has no such limit
         sft(tiny_model(max_position_embeddings=24), rows, max_length=64, max_steps=1).train()
+
+
+@pytest.mark.parametrize("kind", ["AdaptionPromptConfig", "CPTConfig", "PolyConfig"])
+def test_adapters_that_run_by_a_forward_of_their_own_are_refused(kind):
+    more = {
+        "AdaptionPromptConfig": {"adapter_len": 2, "adapter_layers": 1},
+        "CPTConfig": {"cpt_token_ids": [1], "cpt_mask": [1], "cpt_tokens_type_mask": [1]},
+        "PolyConfig": {"r": 2, "target_modules": ["q_proj"]},
+    }
+    with pytest.raises(ConfigError, match="forward, loss or inputs of their own.* transformers' Trainer"):
+        sft(peft_config=getattr(peft, kind)(task_type="CAUSAL_LM", **more[kind]))
 
 
 @pytest.mark.parametrize("adapters", [True, False])
