@@ -29,9 +29,9 @@ _ENDINGS = (*SUFFIXES, *PACKED, ".jinja", ".gguf", ".safetensors")
 
 
 def kind_of_file(path: Path) -> str:
-    """Return how a file's name ends, in small letters: `.jsonl` for rows.jsonl and rows.JSONL.gz."""
+    """Return how a file's name ends, in small letters: `.jsonl` for rows.jsonl, rows.JSONL.gz and rows.jsonl.txt."""
     inner = Path(path.stem).suffix.lower()
-    return inner if path.suffix.lower() in PACKED and inner in TEXT_SUFFIXES else path.suffix.lower()
+    return inner if path.suffix.lower() in (*PACKED, ".txt") and inner in TEXT_SUFFIXES else path.suffix.lower()
 
 
 def is_path(name: str) -> bool:

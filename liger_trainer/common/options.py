@@ -134,12 +134,15 @@ def complaints(value: Any, rule: Rule, path: tuple = ()) -> Iterator[tuple[tuple
 
 
 def _outside(value: float, rule: Rule) -> Iterator[str]:
+    if isinstance(value, int) and abs(value) >= 2**63:
+        yield f"expected a number of 64 bits, got one of {len(str(value))} digits."
+        return
     if not math.isfinite(value):
         yield f"expected a finite number, got {value}."
         return
     for name, word, holds in _BOUNDS:
         if name in rule and not holds(float(value), float(rule[name])):
-            yield f"expected a number {word} {rule[name]:g}, got {value}."
+            yield f"expected a number {word} {rule[name]:,}, got {value}."
 
 
 def _inside_mapping(value: dict, rule: Rule, path: tuple) -> Iterator[tuple[tuple, str]]:

@@ -369,6 +369,8 @@ def notices(settings: Mapping[str, Setting], keys: Mapping[str, Key], recipe: st
     if "auto_find_batch_size" in settings and settings["auto_find_batch_size"].value:
         message = "after running out of memory a training begins again with the weights as they are by then."
         yield Finding(settings["auto_find_batch_size"].where, "auto_find_batch_size", message)
+    if "eval_steps" in settings and ("eval_strategy" not in settings or settings["eval_strategy"].value == "no"):
+        yield Finding(settings["eval_steps"].where, "eval_steps", "has no effect without `eval_strategy: steps`.")
     if "metric_for_best_model" in settings:
         yield from _direction(settings["metric_for_best_model"], settings.get("greater_is_better"))
     # a distillation by nothing but its teacher is a file of TRL's, where beta has another default

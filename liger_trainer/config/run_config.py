@@ -33,6 +33,7 @@ _CALLED_OTHERWISE = {
     "flashattention": ("attn_implementation",),
     "bitsandbytes": ("load_in_4bit", "load_in_8bit"),
     "target modules": ("lora_target_modules",),
+    "huggingface.co": ("push_to_hub",),
 }
 _NO_WORDS = ("bf16", "fp16", "tf32", "optim")
 
@@ -180,7 +181,7 @@ class RunConfig:
             return cls(**{k: v for k, v in chosen.items() if k not in elsewhere})
 
     def init_kwargs(self, key: str) -> dict[str, Any]:
-        """`model_init_kwargs` or `teacher_model_init_kwargs` as a dict; JSON text is accepted as in TRL."""
+        """`model_init_kwargs` or others of that kind as a dict; JSON text is accepted as in TRL."""
         value = self.values[key] or {}
         return dict(json.loads(value) if isinstance(value, str) else value)
 

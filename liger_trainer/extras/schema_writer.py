@@ -38,15 +38,19 @@ OWN = ("run", "launch", "rows", "images", "step", "qat", "mtp", "non_finite", "d
 # Limits of keys that are TRL's and transformers': their dataclasses declare none.
 _AT_LEAST_ONE = (
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length lora_r lora_alpha "
-    "dataset_num_proc save_total_limit torch_empty_cache_steps"
+    "dataset_num_proc save_total_limit torch_empty_cache_steps eval_accumulation_steps ddp_timeout ddp_bucket_cap_mb "
+    "pad_to_multiple_of"
 )
 _NOT_NEGATIVE = (
-    "learning_rate warmup_steps weight_decay max_grad_norm dataloader_num_workers seed logging_steps eval_steps "
-    "save_steps eval_delay eval_accumulation_steps"
+    "learning_rate warmup_steps weight_decay max_grad_norm dataloader_num_workers logging_steps eval_steps save_steps "
+    "eval_delay neftune_noise_alpha router_aux_loss_coef"
 )
 LIMITS: dict[str, dict[str, float]] = {
     **{name: {"ge": 1} for name in _AT_LEAST_ONE.split()},
     **{name: {"ge": 0} for name in _NOT_NEGATIVE.split()},
+    **{name: {"ge": 0, "le": 2**32 - 1} for name in ("seed", "data_seed")},  # NumPy's
+    **{name: {"ge": 0, "lt": 1} for name in ("adam_beta1", "adam_beta2")},
+    "adam_epsilon": {"gt": 0},  # 0 makes NaN of weights without gradients
     "num_train_epochs": {"gt": 0},
     "max_steps": {"ge": -1},
     "lora_dropout": {"ge": 0, "lt": 1},
@@ -54,7 +58,10 @@ LIMITS: dict[str, dict[str, float]] = {
     "test_split_size": {"gt": 0, "lt": 1},
 }
 # PEFT knows more tasks, and no trainer here trains them.
-CHOICES = {"lora_task_type": ["CAUSAL_LM"]}
+CHOICES = {
+    "lora_task_type": ["CAUSAL_LM"],
+    "torch_compile_mode": ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
+}
 _ENTRY_TYPES = {
     "name": {"type": "string"},
     "teacher": {"enum": ["model", "self"]},
@@ -64,6 +71,11 @@ _ENTRY_TYPES = {
     "teacher_dtype": {"enum": list(DTYPES)},
     **{name: {"type": "boolean"} for name in ("teacher_load_in_4bit", "teacher_load_in_8bit", "teacher_offload")},
 }
+# no shell stands between a file and its values, and YAML makes tabs of "\\t"
+_PATH: Rule = {
+    "type": ["string", "null"], "pattern": r"^(?!.*(\$[\w{]|\{\{))[^\x00-\x1f]+$",
+    "patternErrorMessage": "a path without control characters, and without variables, which nothing replaces here",
+}  # fmt: skip
 # other than annotated: `all-linear`, and `true` for the newest checkpoint, as TRL reads YAML; the parts of a loss
 RULES: dict[str, Rule] = {
     "lora_target_modules": {"type": ["array", "string", "null"], "items": {"type": "string"}},
@@ -78,10 +90,44 @@ RULES: dict[str, Rule] = {
             "additionalProperties": False,
         },
     },
+    **dict.fromkeys(("output_dir", "student_output_dir", "teacher_cache_dir"), _PATH),
+    "env": {
+        "type": ["object", "null"],
+        "additionalProperties": {
+            "type": ["string", "integer", "number", "boolean"],
+            "pattern": r"^[^\x00]*$",
+            "patternErrorMessage": "text without null characters",
+        },
+    },
+    **dict.fromkeys(
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+        {
+            "type": ["object", "string", "null"],
+            "additionalProperties": False,
+            "properties": dict.fromkeys(
+                ("use_reentrant", "preserve_rng_state", "debug", "early_stop"), {"type": "boolean"}
+            )
+            | {"determinism_check": {"enum": ["default", "none"]}},
+        },
+    ),
+    "include_num_input_tokens_seen": {"enum": [False, True, "no", "all", "non_padding"]},
+    "optim_args": {
+        "type": ["string", "null"],
+        "pattern": r"^\s*(\w+\s*=[^,]*(,\s*\w+\s*=[^,]*)*)?$",
+        "patternErrorMessage": "names and values such as a=1,b=2",
+    },
+    "pad_to_multiple_of": {
+        "type": ["integer", "string", "null"],
+        "minimum": 1,
+        "pattern": r"^(auto|\d+)$",
+        "patternErrorMessage": "an integer, auto or null",
+    },
     "losses": {"type": ["array", "string", "null"], "items": entry_rule()},
     "schedules": SCHEDULES,
     "taid": TAID,
 }
+# of every key whose name ends so, beside its type
+_KWARGS: Rule = {"pattern": r"^\s*\{", "patternErrorMessage": "a mapping, or JSON text of one"}
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", dict: "object"}
 
 
@@ -157,6 +203,7 @@ def _property(item: dataclasses.Field, hint: Any, section: str, described: bool)
     default = item.default if item.default_factory is MISSING else item.default_factory()
     choices = CHOICES.get(item.name) or declared(item).get("choices") or item.metadata.get("choices") or ()
     rule = dict(RULES.get(item.name) or _rule(hint, choices))
+    rule |= _KWARGS if item.name.endswith("_kwargs") else {}
     rule |= limits_of(item) or {LIMIT_NAMES[name]: limit for name, limit in LIMITS.get(item.name, {}).items()}
     text = item.metadata.get("help") if described else None
     return {

@@ -173,6 +173,7 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
     template = config["chat_template_path"]
     if template is not None and template.endswith((".jinja", ".j2")) and not Path(template).is_file():
         raise config.error("chat_template_path", f"no such file: {template}")
+    template_text = _template_text(config)
     # Columns of prompts hold text or messages, all rows the same: the form check has seen to that.
     chat = data.facts.form == "messages" or isinstance(data.train[0].get("prompt"), list)
     if chat and template is None and not files.processing.chat_template:
@@ -181,7 +182,7 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
     if chat and data.facts.images is None:  # a template of images renders no message before it has them
         for split, rows in (("train", data.train), ("test", data.test)):
             allow = config["allow_unwritten_fields"]
-            check_chats(rows, files.tokenizer, _template_text(config), partial(data.place, split), allow)
+            check_chats(rows, files.tokenizer, template_text, partial(data.place, split), allow)
     vocabulary = files.tokenizer.get_vocab()
     size = files.vocab_size
     # Such an id would be read beyond the end of the embedding: an illegal memory access on a GPU, with no name in it.
@@ -196,6 +197,12 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
     for key in ("eos_token", "pad_token"):
         if config[key] is not None and config[key] not in vocabulary:
             raise config.error(key, f"{config[key]!r} is not in the vocabulary of {files.path}.")
+    pads = files.tokenizer.pad_token or config["pad_token"]
+    if not (files.tokenizer.eos_token or config["eos_token"]) and not (
+        pads and (chat or data.facts.form == "input_ids")
+    ):
+        what = "has no end-of-sequence token, which ends rows of text and pads where there is no pad_token"
+        raise config.error(files.key, f"the tokenizer of {files.path} {what}; set eos_token.")
     layers = files.config.get_text_config(decoder=True).num_hidden_layers
     step, kept = config["keep_every_nth_layer"], config["keep_layers"]
     if step is not None and step > layers:

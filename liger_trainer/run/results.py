@@ -114,15 +114,15 @@ def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None
     if vocabulary:
         data.add_row("vocabulary", vocabulary)
     console.print(data)
+    unread = {"system" if name == "system_prompt" else name for name in facts.columns} - {*facts.columns_used}
     missed = {
         "What the user says is learned too. To learn only the answers: assistant_only_loss=true; where the chat "
         "template does not mark them, with supervised_part=content.": facts.learned.startswith(USERS_TOO),
         "Prompts and completions are joined as they stand, without the chat template. For a model that chats, name the "
         "columns instruction and output, or write messages.": facts.learned == PLAIN,
         "Answers that say nothing teach the model to say nothing: look at them.": facts.empty_answers is not None,
-        "The column system is not read: these rows are no chats, whose first message it would be.": "system"
-        in facts.columns
-        and "system" not in facts.columns_used,
+        "The column system is not read: these rows are no chats, whose first message it would be.": "system" in unread,
+        "The column weight is not read: weight_column=weight multiplies the loss of rows by it.": "weight" in unread,
     }
     for told in (text for text, applies in missed.items() if applies):
         console.print(told, style="yellow", highlight=False)

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from datasets import Dataset, Features, IterableDataset, Json, List, Value
@@ -319,10 +320,12 @@ def check_preferences(dataset: Any, text_field: str | None = None) -> None:
     if pairs is not None:
         _refuse_preferences(pairs, "DPOTrainer")
     answers = bool(columns & {"completion", "messages", "conversations", "output"})
-    # A label may be anything else too, so a verdict is a column of this name with true or false in it.
+    # A label may be anything else too, so a verdict is a column of this name with true or false, or 1 and 0, in it.
     verdict = next((name for name in VERDICTS if answers and name in columns), None)
-    if verdict is not None and isinstance(dict(next(iter(dataset), {})).get(verdict), bool):
-        _refuse_preferences((verdict,), "KTOTrainer")
+    if verdict is not None:
+        said = [row.get(verdict) for row in islice(dataset, 50)]
+        if isinstance(said[0], bool) or (set(map(str, said)) == {"0", "1"}):
+            _refuse_preferences((verdict,), "KTOTrainer")
 
 
 def _refuse_preferences(columns: tuple[str, ...], trainer: str) -> None:
@@ -343,6 +346,13 @@ def check_tools(columns: Iterable[str]) -> None:
             'column tools, with {"type": "function", "function": ...} around each, and tool_calls for function_call. '
             "To learn the chats without their tools, take the column out."
         )
+
+
+def with_system(dataset: Any) -> Any:
+    """Return rows whose column `system_prompt` is called `system`, as it is read; where both are there, as they are."""
+    names = {*column_names(dataset)}
+    called_so = "system_prompt" in names and "system" not in names and names & {"conversations", "instruction", *CHATS}
+    return dataset.rename_column("system_prompt", "system") if called_so else dataset
 
 
 def split_last(dataset: Any) -> Any:

@@ -31,7 +31,7 @@ from .chat_rows import (
 )
 
 NO_ROLE = "no-such-role"
-_WRITTEN = ("tools", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_WRITTEN = ("content", "tools", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields that say what an answer is, or what it may call. A template that leaves them out teaches another answer."""
 REFUSALS = (
     TemplateError, ArithmeticError, RecursionError, MemoryError, TypeError, ValueError, LookupError, AttributeError

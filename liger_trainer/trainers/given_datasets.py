@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset, Json, LargeList, List
 
 from ..errors import DataError
 from ..teachers.row_keys import column_names
-from .chat_rows import ALIKE, ALPACA, ALPACA_OPTIONAL, CHATS, READ, check_preferences, in_messages
+from .chat_rows import ALIKE, ALPACA, ALPACA_OPTIONAL, CHATS, READ, check_preferences, in_messages, with_system
 from .chat_template import uneven_labels
 from .rows import values_of
 
@@ -29,6 +29,8 @@ def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, A
     def read(dataset: Any) -> Any:
         if function is None or not isinstance(dataset, Dataset | IterableDataset):
             if not (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+                if isinstance(dataset, Dataset | IterableDataset):
+                    dataset = with_system(dataset)
                 _check_columns(dataset, text_field)
                 # rows that come as arrays or frames, as lists and texts; a transform stays, which TRL refuses
                 if isinstance(dataset, Dataset) and dataset.format["type"] not in (None, "custom"):

@@ -5,7 +5,6 @@
 
 import copy
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -89,9 +88,10 @@ class RowWeights:
 
     def _weight(self, value: Any, row: int) -> float:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value < 0:
+        if not number or not 0 <= value <= torch.finfo(torch.float32).max:
             raise DataError(
-                f"Row {row} of the training dataset has {value!r} in {self._column!r}; expected a number of at least 0."
+                f"Row {row} of the training dataset has {value!r} in {self._column!r}; expected a number of at least 0 "
+                "that fp32 holds."
             )
         return float(value)
 
@@ -234,6 +234,8 @@ class RowPreparation:
             tokens = "input_ids" in column_names(dataset)
             dataset = dataset.filter(check, with_indices=True) if tokens else dataset
             made = prepare(dataset, processing_class, args, packing, formatting_func, dataset_name)
+            if packing:
+                check = replace(check, name=f"packed {dataset_name}")
             return made if tokens else made.filter(check, with_indices=True)
         # First only tokenized: rows can be counted only before they are cut, shuffled and packed. TRL reads what it
         # does from args, so they are changed and put back.

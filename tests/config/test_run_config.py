@@ -85,6 +85,23 @@ def test_command_line_beats_file_beats_recipe_beats_trl(load):
         ("learning_rate: true", "learning_rate: expected a number, got true."),
         ("learning_rate: '2e-4x'", "learning_rate: expected a number, got '2e-4x' (text)."),
         ("learning_rate: .nan", "learning_rate: expected a finite number, got nan."),
+        (f"max_steps: {10**400}", "max_steps: expected a number of 64 bits, got one of 401 digits."),
+        ("adam_beta2: 1.0", "adam_beta2: expected a number below 1, got 1.0."),
+        ("adam_epsilon: 0", "adam_epsilon: expected a number above 0, got 0."),
+        ("seed: 4294967296", "seed: expected a number of at most 4,294,967,295, got 4294967296."),
+        ("output_dir: $HOME/out", "output_dir: expected a path without control characters, and without variables"),
+        ("output_dir: out/{{ name }}", "output_dir: expected a path without control characters, and without variables"),
+        ('output_dir: "C:\\new"', "output_dir: expected a path without control characters"),
+        ("env: {HF_HOME: null}", "env: .HF_HOME: expected text or an integer or a number or true or false, got null."),
+        ('env: {HF_HOME: "a\\0b"}', "env: .HF_HOME: expected text without null characters, got"),
+        ("lr_scheduler_kwargs: ''", "lr_scheduler_kwargs: expected a mapping, or JSON text of one, got ''."),
+        ("dataset_kwargs: hello", "dataset_kwargs: expected a mapping, or JSON text of one, got 'hello'."),
+        ("model_init_kwargs: '{a'", "model_init_kwargs: expected a mapping, got text that is no JSON"),
+        ("gradient_checkpointing_kwargs: {use_rentrant: false}", "unknown key. Did you mean use_reentrant?"),
+        ("optim_args: hello", "optim_args: expected names and values such as a=1,b=2, got 'hello'."),
+        ("include_num_input_tokens_seen: some", "expected one of False, True, no, all, non_padding, got 'some'"),
+        ("pad_to_multiple_of: hello", "pad_to_multiple_of: expected an integer, auto or null, got 'hello'."),
+        ("neftune_noise_alpha: -1", "neftune_noise_alpha: expected a number of at least 0, got -1."),
         ("learning_rate: -1", "learning_rate: expected a number of at least 0, got -1."),
         ("holdout_fraction: 1.0", "holdout_fraction: expected a number below 1, got 1.0."),
         ("lora_modules_to_save: [1]", "lora_modules_to_save: [0]: expected text, got 1 (an integer)."),
@@ -298,9 +315,11 @@ def test_keys_that_only_the_installed_trl_knows_are_found_there(load, monkeypatc
         (["metric_for_best_model=eval_rows_mean_token_accuracy"], ["more eval_rows_mean_token_accuracy is better:"]),
         (["metric_for_best_model=loss", "greater_is_better=true"], ["less loss is better: the highest is chosen,"]),
         (["metric_for_best_model=loss", "greater_is_better=false"], []),
+        (["eval_steps=5"], ["has no effect without `eval_strategy: steps`."]),
+        (["eval_steps=5", "eval_strategy=steps"], []),
     ],
 )
-def test_the_direction_of_the_best_metric_is_said(load, words, told):
+def test_notices_are_said(load, words, told):
     notices = [notice.message for notice in load(NEEDED, *words).notices]
     assert len(notices) == len(told) and all(n.startswith(t) for n, t in zip(notices, told, strict=True))
 

@@ -8,6 +8,7 @@ import json
 import lzma
 import re
 import zipfile
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import datasets
@@ -33,10 +34,10 @@ def load(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("model_name_or_path: m\n")
 
-    def load_data(name: str, files: dict[str, str] | None = None, *overrides: str):
+    def load_data(name: str, files: dict[str, str | bytes] | None = None, *overrides: str):
         for path, text in (files or {}).items():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(text)
+            (tmp_path / path).write_bytes(text.encode() if isinstance(text, str) else text)
         return load_run_datasets(load_run_config("run.yaml", [f"dataset_name={name}", *overrides]))
 
     return load_data
@@ -286,13 +287,24 @@ def test_contents_say_more_than_names(load, tmp_path):
     datasets.Dataset.from_list(TEXTS).to_parquet("c.csv")
     (tmp_path / "d.jsonl").write_bytes(lines(TEXTS).encode("utf-16"))
     (tmp_path / "e.csv").write_bytes("\ufeffprompt;completion\r\na, b;c\r\nd;e\r\n".encode("utf-16-le"))
-    for name in ("a.jsonl", "b.json", "c.csv", "d.jsonl"):
+    (tmp_path / "rows.jsonl.txt").write_text(lines(TEXTS))  # what an editor makes of rows.jsonl
+    for name in ("a.jsonl", "b.json", "c.csv", "d.jsonl", "rows.jsonl.txt"):
         assert load(name).facts.train_rows == 19, name
+    for encoding in ("utf-16-le", "utf-16-be", "utf-32"):  # text of letters alone would be UTF-8 with zeros in it
+        (tmp_path / "i.txt").write_bytes("one\ntwo\nthree\n".encode(encoding))
+        assert {*load("i.txt").train["text"]} < {"one", "two", "three"}, encoding
     assert dict(load("e.csv").train[0]) in ({"prompt": "a, b", "completion": "c"}, {"prompt": "d", "completion": "e"})
     for name, content, complaint in (
         ("f.parquet", "version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS.* git lfs pull"),
         ("g.json", '["a", "b"]', "g.json, row 0: expected a JSON object, got text"),
         ("g.json", '{"data": [{"text": "a"}, "b"]}', "g.json, row 1: expected a JSON object, got text"),
+        ("g.json", '[{"text": "caf\xe9"}]'.encode("cp1252"), "expected UTF-8 text: .*. Save the file as UTF-8"),
+        (
+            "h.csv",
+            'prompt,completion\n"say \\"hi\\"",b\n',
+            "h.csv:2: .*A quote within a text in quotes is written twice",
+        ),
+        ("h.csv", 'prompt,completion\n"a,b\nc,d\n', "h.csv:3: .*A quote within a text in quotes is written twice"),
         ("h.csv", "prompt,prompt,completion\na,b,c\n", "names the column 'prompt' twice"),
     ):
         with pytest.raises(DataError, match=complaint):
@@ -303,11 +315,69 @@ def test_contents_say_more_than_names(load, tmp_path):
         load("d")
 
 
+@pytest.mark.parametrize("types", [None, datasets.Features(text=datasets.Value("string"))])
+def test_parquet_without_rows(load, tmp_path, types):
+    (tmp_path / "d").mkdir()
+    datasets.Dataset.from_dict({"text": []}, features=types).to_parquet("d/part-0.parquet")
+    with pytest.raises(DataError, match="part-0.parquet: split 'train' has no rows"):
+        load("d/part-0.parquet")
+    datasets.Dataset.from_list(TEXTS).to_parquet("d/part-1.parquet")  # a writer's empty part beside others
+    assert load("d").facts.train_rows == 19
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}, "'loss_mask' has a value for each token.* completion_mask"),
+        ({"input_ids": [1, 2, 3], "weights": [0, 0.5, 1]}, "'weights' has a value for each token"),
+        (
+            {"messages": CHAT, "loss_mask": [0] * len(CHAT)},
+            "'loss_mask' has a value for each message.* weight of 0 or 1",
+        ),
+        ({"messages": CHAT, "audios": ["a.wav"]}, "'audios' is not read: chats are learned with text and images"),
+        ({"messages": CHAT, "audios": [], "loss_mask": [0] * 9, "weights": 1}, None),
+        ({"input_ids": [1, 2, 3], "special_tokens_mask": [0, 0, 0], "token_type_ids": [0, 0, 0]}, None),
+    ],
+)
+def test_columns_that_say_what_is_learned_and_are_not_read(load, row, complaint):
+    files = {"rows.jsonl": lines([row] * 3)}
+    if complaint is None:
+        assert load("rows.jsonl", files).facts.train_rows == 2
+        return
+    with pytest.raises(DataError, match=complaint):
+        load("rows.jsonl", files)
+
+
+def test_a_system_prompt_is_read_by_both_of_its_names(load):
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    alpaca = {"instruction": "a", "output": "b"}
+    for form, place in (({"messages": chat}, "messages"), ({"prompt": chat[:1], "completion": chat[1:]}, "prompt"),
+                        (alpaca, "prompt")):  # fmt: skip
+        data = load("rows.jsonl", {"rows.jsonl": lines([{**form, "system_prompt": "s"}] * 3)})
+        assert data.train[0][place][0] == {"role": "system", "content": "s"}, form
+        assert "system" in data.facts.columns_used
+
+
 def test_a_mixture_of_trl(load):
     files = {"a.jsonl": lines(TEXTS)}
     data = load("null", files, "datasets=[{path: json, data_files: a.jsonl}]", "test_split_size=0.5")
     assert (data.facts.train_rows, data.facts.test_rows) == (10, 10)
     assert data.facts.held_out == "50% of the rows, drawn by TRL"
+
+
+@pytest.mark.parametrize(
+    ("entry", "complaint"),
+    [
+        (
+            "{path: a.jsonl}",
+            "a.jsonl is a file; name its kind as path .json, csv, parquet or text., and the file: data_files: a.jsonl",
+        ),
+        ("{path: json, data_files: a.jsonl}", "datasets: the mixture could not be loaded: "),
+    ],
+)
+def test_a_mixture_that_cannot_be_read(load, entry, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        load("null", {"a.jsonl": '{"text": '}, f"datasets=[{entry}]")
 
 
 def test_the_demo_keeps_its_own_split(load, monkeypatch):
@@ -407,6 +477,13 @@ def test_rows_for_preferences_name_their_trainer(load, more, trainer):
         load("rows.jsonl", {"rows.jsonl": lines([{"messages": CHAT, **more}] * 2)})
 
 
+def test_labels_of_0_and_1_are_verdicts_and_other_numbers_are_not(load):
+    for labels, refused in (((1, 0), True), ((0, 1, 2), False), ((1, 1), False), (("1", "x"), False)):
+        files = {"rows.jsonl": lines([{"prompt": "a ", "completion": "b", "label": label} for label in labels])}
+        with pytest.raises(DataError, match="KTOTrainer") if refused else nullcontext():
+            load("rows.jsonl", files)
+
+
 def test_a_wrong_row_that_is_held_out_is_named_by_its_line(load):
     rows = [{"messages": CHAT}] * 9 + [{"messages": [{"role": "user", "content": None}]}]
     for seed in range(8):  # wherever the split puts it
@@ -426,6 +503,11 @@ def test_a_wrong_row_that_is_held_out_is_named_by_its_line(load):
         ("rows.jsonl", ["dataset_config=x"], "dataset_config: has no effect"),
         ("rows.jsonl", ["dataset_train_split=x"], "dataset_train_split: no split 'x'; the dataset has 'train'"),
         ("rows.jsonl", ["dataset_test_split=x"], "dataset_test_split: no split 'x'"),
+        (
+            "rows.jsonl",
+            ["dataset_kwargs={skip_prepare_dataset: true}"],
+            "dataset_kwargs: skip_prepare_dataset needs rows",
+        ),
         ("rows.jsonl", ["completion_only_loss=true"], "completion_only_loss: needs prompt and completion"),
         ("rows.jsonl", ["assistant_only_loss=true"], "assistant_only_loss: needs rows of chat messages"),
         ("rows.xml", [], "expected a file ending in .json, .jsonl"),

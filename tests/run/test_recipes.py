@@ -205,6 +205,8 @@ def refuse(*args, **kwargs):
 @pytest.mark.parametrize(
     ("overrides", "code", "message"),
     [(("max_length=3",), 4, "supervised token"),
+     (("dataloader_drop_last=true", "per_device_train_batch_size=999"), 2, "leaves no batch of the train rows: there"),
+     (("dataloader_drop_last=true", "per_device_eval_batch_size=999"), 2, "leaves no batch of the eval rows: there a"),
      (("lora_target_modules=[nothing]", "use_peft=true"), 2, "has no module called 'nothing'")],
 )  # fmt: skip
 def test_what_is_seen_with_the_weights_is_a_message_too(run, overrides, code, message):
@@ -226,6 +228,8 @@ def test_what_is_seen_with_the_weights_is_a_message_too(run, overrides, code, me
         ("keep_layers=[0,9]", 2, "keep_layers: expected indices from 0 to 3"),
         ("keep_every_nth_layer=5", 2, "keep_every_nth_layer: expected at most 4"),
         ("chat_template_path=missing.jinja", 2, "chat_template_path: no such file"),
+        ("chat_template_path=none dataset_name=other.jsonl", 2, "chat_template_path: none: no chat template can be r"),
+        ("model_name_or_path=endless dataset_name=other.jsonl", 2, "has no end-of-sequence token, which ends rows of"),
         ("output_dir=student", 2, "output_dir: student is also model_name_or_path"),
         ("output_dir=rows.jsonl", 2, "output_dir: rows.jsonl is not a directory that can be written to"),
         ("load_best_model_at_end=true eval_strategy=epoch", 2, "needs checkpoints where evaluations are"),
@@ -246,6 +250,9 @@ def test_bad_input_is_told_before_weights_are_loaded(run, tmp_path, monkeypatch,
     elif "plain" in overrides:
         shutil.copytree(tmp_path / "student", tmp_path / "plain")
         (tmp_path / "plain" / "chat_template.jinja").unlink()
+    elif "endless" in overrides:
+        shutil.copytree(tmp_path / "student", tmp_path / "endless")
+        AutoTokenizer.from_pretrained("endless", eos_token=None).save_pretrained("endless")
     (tmp_path / "other.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
 
     (tmp_path / "null.jsonl").write_text('{"prompt": "a", "completion": null}\n{"prompt": "a", "completion": "b"}\n')

@@ -126,7 +126,7 @@ FILES: dict[str, list[str]] = {  # lines of a file: all that is said of them
     "teachers: [{name: a, teacher: self}]\nuse_peft: true\nkeep_layers: [0]": [f"keep_layers: {NO_LAYERS}"],
     f"{SELF}\ndeepspeed: d.json": ["deepspeed: no such file"],
     "teacher: server\nteacher_server_top_k: 2000": [
-        "teacher_server_top_k: expected a number of at most 1024", "teacher_server_base_url: missing",
+        "teacher_server_top_k: expected a number of at most 1,024", "teacher_server_base_url: missing",
         "teacher_server_model: missing"],
     f"{MODEL}\nteacher_column: c": ["teacher_column: has no effect without `teachers`"],
     f"{MODEL}\nteacher_offload: true\nfsdp: full_shard": ["teacher_offload: does not go with FSDP"],

@@ -141,6 +141,12 @@ def test_fields_that_the_template_leaves_out(row, problem):
     checked(row, BARE + "{{ tools }}{% for m in messages %}{{ m.tool_calls }}{{ m.reasoning_content }}{% endfor %}")
 
 
+def test_a_template_of_other_names_writes_no_content():
+    row = {"messages": answered({"content": "w2"})}
+    with pytest.raises(DataError, match="the chat template does not write 'content': the row would be learned without"):
+        checked(row, "{% for m in messages %}<{{ m.role }}> {{ m.text }}{% endfor %}")
+
+
 @pytest.mark.parametrize(
     ("writes", "text", "mapping"),
     [

@@ -257,6 +257,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model():
     trainer.train()  # none of which uses it
     with pytest.raises(DataError, match=f"Row 3 of the eval dataset has the id {VOCAB} in 'input_ids'"):
         trainer.evaluate(data.to_iterable_dataset())
+    packed = tune(data.to_iterable_dataset(), processing_class=tokenizer, packing=True, max_length=64)
+    with pytest.raises(DataError, match="Row 0 of the packed train dataset has the id"):  # of all four in one
+        packed.train()
 
 
 @pytest.mark.parametrize("stream", [False, True])

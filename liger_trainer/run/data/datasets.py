@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, DataError
-from ...trainers.chat_rows import check_preferences, check_tools, in_messages, split_last
+from ...trainers.chat_rows import check_preferences, check_tools, in_messages, split_last, with_system
 from ...trainers.given_datasets import no_usable_column
 from ...trainers.rows import NO_PROMPT
 from .row_checks import (
@@ -22,6 +22,7 @@ from .row_checks import (
     FORMS,
     OPTIONAL_COLUMNS,
     BadRows,
+    check_unread,
     decoded,
     form_of,
     has_empty_answer,
@@ -175,10 +176,10 @@ def _further_columns(config: "RunConfig", train: "Dataset", test: "Dataset", use
 
 
 def _with_images(config: "RunConfig", source: LoadedDataset) -> LoadedDataset:
-    """Return the splits with undecoded images, whose files are looked for next to the dataset."""
+    """Return the splits as they are read, with undecoded images, whose files are looked for next to the dataset."""
     path = Path(config["dataset_name"] or "").expanduser()
     folder = path if path.is_dir() else path.parent if path.is_file() else None
-    return replace(source, splits={name: undecoded(rows, folder) for name, rows in source.splits.items()})
+    return replace(source, splits={name: undecoded(with_system(rows), folder) for name, rows in source.splits.items()})
 
 
 def _split(config: "RunConfig", source: LoadedDataset) -> tuple["Dataset", "Dataset", str, Place]:
@@ -241,6 +242,7 @@ def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
     have, text = train.column_names, config["dataset_text_field"]
     check_preferences(train, text if config.given("dataset_text_field") else None)
     check_tools(have)
+    check_unread(train[0])
     images = image_column(have)
     read = form_of(have, text, config.given("dataset_text_field"), config.recipe != "sft")
     if read is not None:
@@ -261,6 +263,8 @@ def _check_mask_options(config: "RunConfig", train: "Dataset", form: str) -> Non
     if form == "prompt" and config["lmbda"] < 1 and not config["seq_kd"]:
         advice = "set it to 1.0, and the student samples them, or seq_kd: true, and the teacher does what is left"
         raise config.error("lmbda", f"the rows have prompts and no completions; {advice}.")
+    if form != "input_ids" and config.init_kwargs("dataset_kwargs").get("skip_prepare_dataset"):
+        raise config.error("dataset_kwargs", f"skip_prepare_dataset needs rows of input_ids; the rows have {form}.")
     if config["completion_only_loss"] and form not in ("prompt-completion", "alpaca", "input_ids"):
         raise config.error("completion_only_loss", f"needs prompt and completion columns; the rows have {form}.")
     if config["exact_match"] and (form in ("prompt", "text", "input_ids") or image_column(train.column_names)):

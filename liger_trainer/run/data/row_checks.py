@@ -169,6 +169,8 @@ OPTIONAL_COLUMNS = {
     "alpaca": (*ALPACA_OPTIONAL, *CHAT_COLUMNS),
 }
 CHAT_FORMS = ("messages", "conversations", "alpaca")
+_UNREAD = re.compile(r"(?!special_tokens).*(mask|weight|loss|label|target).*")
+_SOUND = {"audio", "audios", "video", "videos"}
 SHOWN = 1000  # places of one kind in a message
 
 
@@ -262,6 +264,23 @@ def _forms(text: str, text_given: bool, prompts: bool) -> tuple[tuple[str, tuple
         alpaca,
         *([("prompt", ("prompt",))] if prompts else []),
     )
+
+
+def check_unread(row: dict) -> None:
+    """Raise DataError where a column that is not read says what is learned of the row's parts, or belongs to its chat.
+
+    Such a column has a number for each token or message.
+    """
+    ids, chat = row.get("input_ids"), row.get("messages") or row.get("conversations")
+    parts = ids or chat
+    for name in row.keys() - {*TOKEN_COLUMNS}:
+        value = row[name]
+        if parts and isinstance(value, list) and len(value) == len(parts) and _UNREAD.fullmatch(name.lower()):
+            instead = "Name it completion_mask (1: learned)" if ids else "Give each message a weight of 0 or 1 instead"
+            each = "token" if ids else "message"
+            raise DataError(f"column {name!r} has a value for each {each}, and is not read. {instead}, or take it out.")
+        if chat and name in _SOUND and value:
+            raise DataError(f"column {name!r} is not read: chats are learned with text and images. Take it out.")
 
 
 def learned_answers(config: "RunConfig") -> str | None:

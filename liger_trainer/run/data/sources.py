@@ -132,11 +132,16 @@ def _load_hub(config: "RunConfig") -> LoadedDataset:
 
 
 def _load_mixture(config: "RunConfig") -> LoadedDataset:
+    from datasets.exceptions import DatasetsError
     from trl import get_dataset
 
+    for path in (entry["path"] for entry in config["datasets"]):
+        if Path(path).is_file():
+            advice = f"name its kind as path (json, csv, parquet or text), and the file: data_files: {path}"
+            raise config.error("datasets", f"{path} is a file; {advice}.")
     try:
         loaded = get_dataset(config.mixture_args())
-    except (FileNotFoundError, ConnectionError, OSError, ValueError, KeyError) as error:
+    except (ConnectionError, OSError, ValueError, KeyError, DatasetsError) as error:
         raise config.error("datasets", f"the mixture could not be loaded: {error}") from None
     share = config["test_split_size"]
     return LoadedDataset(
@@ -276,7 +281,7 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
     table = partial(read_table, texts=(*_TEXTS, config["dataset_text_field"]))
     readers = {
         ".csv": partial(table, separators=",;\t|"), ".tsv": partial(table, separators="\t"),
-        ".parquet": datasets.Dataset.from_parquet, ".arrow": _read_arrow, ".feather": _read_arrow,
+        ".parquet": _read_parquet, ".arrow": _read_arrow, ".feather": _read_arrow,
     }  # fmt: skip
     read = readers.get(kind)
     if read is None:
@@ -291,6 +296,17 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
         raise DataError(f"{path}: cannot be read as {kind[1:]}: {cause}{advice}") from None
     assert isinstance(loaded, datasets.Dataset)
     return loaded, None, 0
+
+
+def _read_parquet(path: str) -> "Dataset":
+    """Read a Parquet file, one without rows too, which datasets refuses; some writers leave such ones among others."""
+    import datasets
+    import pyarrow.parquet
+    from datasets.table import InMemoryTable
+
+    if pyarrow.parquet.read_metadata(path).num_rows:
+        return datasets.Dataset.from_parquet(path)
+    return datasets.Dataset(InMemoryTable(pyarrow.parquet.read_table(path)))
 
 
 def _read_arrow(path: str) -> "Dataset":

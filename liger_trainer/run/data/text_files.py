@@ -57,14 +57,15 @@ def _content(path: Path) -> bytes:
     """Return the bytes of a file as UTF-8 without a byte order mark, unpacked if they are packed, whatever its name.
 
     Raises:
-        DataError: they cannot be unpacked, or are not what the mark at their beginning says.
+        DataError: they cannot be unpacked, or are not what they begin like.
     """
     content = path.read_bytes()
     unpack = next((unpack for mark, unpack in _UNPACK.items() if content.startswith(mark)), None)
     try:
         content = content if unpack is None else unpack(content)
-        if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-            content = content.decode("utf-16").encode()
+        encoding = json.detect_encoding(content)  # by the mark, or by where the zeros of the first letters are
+        if not encoding.startswith("utf-8"):
+            content = content.decode(encoding).encode()
     except Exception as error:  # each kind of file has its own
         raise DataError(f"{path}: cannot be unpacked or decoded: {error}.") from None
     return content.removeprefix(b"\xef\xbb\xbf")
@@ -183,7 +184,7 @@ def _array(path: Path, content: bytes) -> list | None:
     try:
         rows = json.loads(content.decode())
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: expected UTF-8 text: {error}") from None
+        raise DataError(f"{path}: expected UTF-8 text: {error}. Save the file as UTF-8.") from None
     except RecursionError:
         raise DataError(f"{path}: nested too deep; expected at most {DEEPEST} levels.") from None
     except json.JSONDecodeError as error:
@@ -276,8 +277,9 @@ def read_table(path: str, texts: Sequence[str], separators: str) -> "Dataset":
     """Read a CSV or TSV file, whose empty cells are null. The first line says which of the separators it has.
 
     Raises:
-        DataError: a column that is there twice; a row with more cells than the first line, such as a text whose comma
-            is not in quotes: pandas would take the first cell for a label of the row, and move the others to the left.
+        DataError: a column that is there twice; quotes that do not end, or end within a cell; a row with more cells
+            than the first line, such as a text whose comma is not in quotes: pandas would take the first cell for a
+            label of the row, and move the others to the left.
     """
     import pandas
     from datasets import Dataset
@@ -287,7 +289,7 @@ def read_table(path: str, texts: Sequence[str], separators: str) -> "Dataset":
     separator = next((sign for sign in separators if sign in first), separators[0])
     limit = csv.field_size_limit(sys.maxsize)
     try:
-        rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+        rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
         header = next((cells for cells in rows if "".join(cells).strip() or len(cells) > 1), [])
         twice = next((name for name in header if name and header.count(name) > 1), None)
         if twice is not None:
@@ -300,6 +302,8 @@ def read_table(path: str, texts: Sequence[str], separators: str) -> "Dataset":
                     f"{path}:{start}: expected {len(header)} cells, as in the first line, got {len(cells)}. Put texts "
                     f"with {separator!r} in double quotes."
                 )
+    except csv.Error as error:
+        raise DataError(f"{path}:{rows.line_num}: {error}. A quote within a text in quotes is written twice.") from None
     finally:
         csv.field_size_limit(limit)
     of_text: Any = dict.fromkeys(texts, str)
