@@ -324,7 +324,7 @@ def check_preferences(dataset: Any, text_field: str | None = None) -> None:
     verdict = next((name for name in VERDICTS if answers and name in columns), None)
     if verdict is not None:
         said = [row.get(verdict) for row in islice(dataset, 50)]
-        if isinstance(said[0], bool) or (set(map(str, said)) == {"0", "1"}):
+        if isinstance(next(iter(said), None), bool) or set(map(str, said)) == {"0", "1"}:
             _refuse_preferences((verdict,), "KTOTrainer")
 
 
