@@ -156,7 +156,7 @@ CASES = {
     "kd_padding_free": lambda: distill(**PADDING_FREE).evaluate(),
     "hidden": lambda: distill(losses=[*LOSSES, HIDDEN]).evaluate(),
     "by_teacher": lambda: routed().evaluate(),
-    "sampled": lambda: distill(rows=prompts, lmbda=1.0, max_completion_length=6).evaluate(),
+    "sampled": lambda: distill(rows=prompts, lmbda=1.0, max_completion_length=6, losses=LOSSES[:2]).evaluate(),
     # a callback's, in trainers that repeat rows
     "callback": lambda: called_back(SFTTrainer, SFTConfig, rows_of),
     "callback_in_trainer": lambda: called_back(Trainer, TrainingArguments, tokenized),
