@@ -22,11 +22,12 @@ from trainings import batches_of, distill, logged, trained
 
 from liger_trainer import DistillationCallback, LigerDistillConfig
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.extras.cross_tokenizer.teacher import CrossTokenizerTeacher
+from liger_trainer.extras.cross_tokenizer.teacher import CrossTokenizerTeacher, UldAnswer
 from liger_trainer.extras.cross_tokenizer.text_alignment import TextRun, aligned, partners, runs
 from liger_trainer.kernels.linear_alm import alm_reference
 from liger_trainer.kernels.linear_uld import uld_reference
 from liger_trainer.losses.model_parts import decoder_layers
+from liger_trainer.losses.spec import BatchTargets, Distillation, LossOptions
 from liger_trainer.run import samples
 from liger_trainer.teachers.row_keys import row_key
 from liger_trainer.trainers.on_policy import prompts_of
@@ -185,6 +186,22 @@ def test_loss_gradients_and_logs_equal_plain_torch(teacher, ours, kind, family):
     assert not of_one_vocabulary & logs.keys() and not {f"eval_{x}" for x in of_one_vocabulary} & evaluated.keys()
     loss.backward()
     assert_same_gradients(captured, {name: p.grad for name, p in plain.named_parameters()}, 1e-4)
+
+
+def test_uld_of_stored_logits_is_that_of_the_formula():
+    s, t = (torch.randn(2, 4, v, dtype=torch.float64, requires_grad=g) for v, g in ((9, True), (12, False)))
+    labels = torch.tensor([[1, 2, -100, 4], [0, 5, 6, 3]])
+    partners = torch.tensor([[0, -1, 2, 3], [5, 4, -1, 7]])
+    how = Distillation(uld_weight=1.5, ce_weight=0.25, temperature=2.0, vocab_size=8)
+    answer = UldAnswer(t, partners, vocab_size=11)
+    result = answer.loss(s.float(), BatchTargets.of(None, labels, None), LossOptions(distillation=how))
+    s_kept, learned = s.flatten(0, 1)[:, :8], labels.flatten() >= 0
+    paired = learned & (partners.flatten() >= 0)
+    distances = uld_reference(s_kept[paired], t.flatten(0, 1)[partners.flatten()[paired], :11], 2.0)
+    ce = torch.nn.functional.cross_entropy(s_kept[learned], labels.flatten()[learned], reduction="sum")
+    want = (1.5 * 4.0 * distances.sum() + 0.25 * ce) / learned.sum()
+    assert result.loss.item() == pytest.approx(want.item(), rel=1e-5)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, s)[0] for loss in (result.loss, want)), rtol=1e-4, atol=1e-7)
 
 
 def test_hidden_states_at_the_partners_of_uld(teacher, ours):
