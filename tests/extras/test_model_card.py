@@ -196,7 +196,7 @@ def test_the_loss_in_words(results, lines, loss):
 
 def test_a_value_cannot_break_the_card(results, tmp_path):
     """Neither as a cell, a tag, a link or a heading, nor in the header or in the code."""
-    name = 'a"]\n---\n<b>x: [y](z)'
+    name = 'a"] --- <b>x: [y](z)'
     lines = f"eos_token: '<|im_end|>'\noutput_dir: {json.dumps(str(tmp_path / name))}\n"
     card = card_of(ON_THE_HUB + lines, results, licence="| [free](http://there) `x`", held_out="split '<script>'")
     assert "| `eos_token` | \\<\\|im_end\\|\\> |" in card.text
