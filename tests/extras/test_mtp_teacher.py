@@ -43,7 +43,7 @@ def source(tmp_path_factory) -> Path:
 def of_model(model: Any, row: Any) -> torch.Tensor:
     """What a teacher knows of the third token of a row and those behind it."""
     with torch.no_grad():
-        return model.double()(torch.tensor([row["input_ids"]])).logits[0, 1:-1, :VOCAB]
+        return model.double()(torch.tensor([row["input_ids"]]), use_cache=False).logits[0, 1:-1, :VOCAB]
 
 
 def assert_as_defined(source: Path, trainer: Any, rows: Any, divergence_of: Callable[[Any, Any], Any]) -> None:
