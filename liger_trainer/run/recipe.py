@@ -83,6 +83,17 @@ def prepare(config: "RunConfig") -> OpenedRun:
     return OpenedRun(config, run_console(), clock, output_dir, data, with_processor(config, student, data))
 
 
+def _check_batches(config: "RunConfig", trainer: Any) -> None:
+    """Raise ConfigError where `dataloader_drop_last` would leave no batch. Packing has made the rows fewer by now."""
+    for kind, rows in (("train", trainer.train_dataset), ("eval", trainer.eval_dataset)):
+        size = getattr(trainer.args, f"{kind}_batch_size") * trainer.args.world_size
+        if len(rows) < size:
+            reason = f"leaves no batch of the {kind} rows: there are {len(rows)}, and a batch of all devices has {size}"
+            raise config.error(
+                "dataloader_drop_last", f"{reason}. Leave it out, or lower per_device_{kind}_batch_size."
+            )
+
+
 def load_trainer(run: OpenedRun, trainer_class: type[TrainerT], args: Any, **teacher: Any) -> TrainerT:
     """Load the weights and tokenize the rows.
 
@@ -103,14 +114,8 @@ def load_trainer(run: OpenedRun, trainer_class: type[TrainerT], args: Any, **tea
             peft_config=get_peft_config(config.model_args()),
             **teacher,
         )
-    given: dict[str, Any] = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
-    for kind, rows in given.items():
-        size = getattr(args, f"{kind}_batch_size") * args.world_size
-        if args.dataloader_drop_last and len(rows) < size:
-            reason = f"leaves no batch of the {kind} rows: there are {len(rows)}, and a batch of all devices has {size}"
-            raise config.error(
-                "dataloader_drop_last", f"{reason}. Leave it out, or lower per_device_{kind}_batch_size."
-            )
+    if args.dataloader_drop_last:
+        _check_batches(config, trainer)
     _name_base_for_good(trainer.model)
     plugins.measure_task(trainer, config, run.data)
     if trainer.row_facts:  # rows with images are prepared batch by batch

@@ -215,7 +215,8 @@ class CheckpointGuard(TrainerCallback):
         needed, reason = names(), None
         kept = {} if checkpoint is None or weights_alone(Path(checkpoint)) else _kept(Path(checkpoint)).get(KINDS, {})
         for setting, now in kinds(self._trainer).items():
-            if None not in (there := kept.get(setting), now) and there != now:
+            there = kept.get(setting, now)
+            if there != now:
                 raise ConfigError(
                     f"{setting}: {checkpoint} holds the state of another kind, {there}, than this {now} can go on "
                     f"from. Train with the same {setting}, or begin anew with its weights as the model."
@@ -369,13 +370,15 @@ def _kept(checkpoint: Path) -> dict[str, Any]:
     return state.get("stateful_callbacks", {}).get(TRAINER_STATE, {})
 
 
-def kinds(trainer: TrainerHost) -> dict[str, str | None]:
-    """Return what the states of a trainer's optimizer and schedule are of; None where it is no torch optimizer."""
+def kinds(trainer: TrainerHost) -> dict[str, str]:
+    """Return what the states of a trainer's optimizer, if it is one of torch's, and of its schedule are of."""
     optimizer: Any = innermost(trainer.optimizer)
     names = [kind.__name__ for kind in type(optimizer).__mro__ if kind is not Optimizer and issubclass(kind, Optimizer)]
-    rule = getattr(optimizer, "optimizer_name", names[-1]).lower() if names else None  # bitsandbytes' are of one class
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # inside accelerate's wrapper
-    return {"optim": rule, "lr_scheduler_type": type(schedule).__name__}
+    found = {"lr_scheduler_type": type(schedule).__name__}
+    if names:
+        found["optim"] = getattr(optimizer, "optimizer_name", names[-1]).lower()  # bitsandbytes' are of one class
+    return found
 
 
 def _first_moment(optimizer: Any) -> str | None:

@@ -40,8 +40,8 @@ from .row_preparation import TOKEN_WEIGHTS, RowPreparation, RowWeights, WeightCo
 from .rows import check_positions
 from .step_graphs import PADDING, reduce_host_work
 from .student import (
+    check_adapters,
     check_no_prefix,
-    check_prefixes_kept,
     check_savable,
     check_trains,
     patch_student,
@@ -133,7 +133,7 @@ class LigerTrainer(SFTTrainer):
             warnings.filterwarnings("ignore", "`(label_smoothing_factor|is_gradient_checkpointing)`", FutureWarning)
             super().__init__(*call.args, **call.kwargs)
         check_savable(self.model, self.processing_class)
-        check_prefixes_kept(self.model, self.args)
+        check_adapters(self.model, self.args)
         self._leave_out(freezes)  # now there are adapters, and no optimizer yet
         # Collators from the inside out. This one is around TRL's own. TRL's own configuration knows no such field, and
         # its labels stay as they are.

@@ -237,10 +237,11 @@ def check_prompt_learning(student: Any) -> None:
             )
 
 
-def check_prefixes_kept(student: Any, args: Any) -> None:
-    """Raise ConfigError where prefixes would be lost: gradient checkpointing drops the cache that holds them.
+def check_adapters(student: Any, args: Any) -> None:
+    """Raise ConfigError for adapters that would be lost.
 
-    And for adapters that PEFT does not run through the model's forward, where the loss is.
+    Some are run by PEFT and not in the model's forward, where the loss is; and gradient checkpointing drops the cache
+    that holds prefixes.
     """
     for config in _adapters(student):
         if config.peft_type in (PeftType.ADAPTION_PROMPT, PeftType.CPT, PeftType.POLY):

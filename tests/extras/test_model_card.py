@@ -1,7 +1,6 @@
 """What a run publishes about itself: the model card, and the trackers of report_to."""
 
 import importlib
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -196,9 +195,10 @@ def test_the_loss_in_words(results, lines, loss):
 
 def test_a_value_cannot_break_the_card(results, tmp_path):
     """Neither as a cell, a tag, a link or a heading, nor in the header or in the code."""
-    name = 'a"] --- <b>x: [y](z)'
-    lines = f"eos_token: '<|im_end|>'\noutput_dir: {json.dumps(str(tmp_path / name))}\n"
-    card = card_of(ON_THE_HUB + lines, results, licence="| [free](http://there) `x`", held_out="split '<script>'")
+    name = 'a"]\n---\n<b>x: [y](z)'
+    config = check_text(f"{ON_THE_HUB}eos_token: '<|im_end|>'\n", "run.yaml")
+    config.values["output_dir"] = str(tmp_path / name)  # a file may not have the line breaks
+    card = card_of(config, results, licence="| [free](http://there) `x`", held_out="split '<script>'")
     assert "| `eos_token` | \\<\\|im_end\\|\\> |" in card.text
     assert "| licence of the rows | \\| \\[free\\](http://there) \\`x\\` |" in card.text
     assert "rows: split '\\<script\\>'." in card.text

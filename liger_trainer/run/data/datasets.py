@@ -98,7 +98,7 @@ def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> Run
         DataError: no rows, no usable column, JSON that cannot be read, a row of the wrong form.
     """
     bad = BadRows(config["bad_rows"] == "skip", vocabulary)
-    source = _with_images(config, load_source(config, bad))
+    source = _as_read(config, load_source(config, bad))
     bad.check()
     form, used = _form(_pick(config, source, "dataset_train_split"), config)
     images = image_column(used)
@@ -175,7 +175,7 @@ def _further_columns(config: "RunConfig", train: "Dataset", test: "Dataset", use
     return [c for c in dict.fromkeys(named.values()) if c not in used]
 
 
-def _with_images(config: "RunConfig", source: LoadedDataset) -> LoadedDataset:
+def _as_read(config: "RunConfig", source: LoadedDataset) -> LoadedDataset:
     """Return the splits as they are read, with undecoded images, whose files are looked for next to the dataset."""
     path = Path(config["dataset_name"] or "").expanduser()
     folder = path if path.is_dir() else path.parent if path.is_file() else None
